@@ -98,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens of prompts that are timed, too (default: none)",
     )
     add("--engine", choices=ENGINES, default="auto", help="of all modes but mmap")
-    add("--device", metavar="NAME", help="simulate reads of ufs-4.0, nvme or a JSON file (docs/DEVICES.md)")
+    add("--device", metavar="NAME", help="simulate reads of ufs-4.0 or a JSON file (docs/DEVICES.md)")
     add(
         "--stream",
         choices=STREAMS,

@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--always", action="store_true", help="never stop guessing: the cost of guesses that do not pay")
     add("--ffn-in-memory", type=float, default=1.0, metavar="SHARE", help="of the neurons' bytes; 1: no store")
-    add("--device", metavar="NAME", help="simulate reads of ufs-4.0, nvme or a JSON file (docs/DEVICES.md)")
+    add("--device", metavar="NAME", help="simulate reads of ufs-4.0 or a JSON file (docs/DEVICES.md)")
     add_lengths(parser, 256, 128, 5)
     add("--eager", dest="compiled", action="store_false", help="do not compile steps and passes")
     add("--trust-remote-code", action="store_true", help="run modelling code in the folder")

@@ -174,8 +174,8 @@ def test_figures_of_decoding_hang_together() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"device": "drum"}, "device: expected ufs-4.0, nvme or a JSON file, found 'drum'"),
-        ({"device": "nvme", "peers": ["llama.cpp"]}, "--device with --peer: expected one of them, found both"),
+        ({"device": "drum"}, "device: expected ufs-4.0 or a JSON file, found 'drum'"),
+        ({"device": "ufs-4.0", "peers": ["llama.cpp"]}, "--device with --peer: expected one of them, found both"),
     ],
 )
 def test_modes_that_make_no_sense(folders: dict[str, Path], settings: dict[str, Any], message: str) -> None:

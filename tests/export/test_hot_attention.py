@@ -22,7 +22,6 @@ from torch_pi2.export.describe import describe_program
 from torch_pi2.export.hot_attention import (
     AttentionCall,
     AttentionPart,
-    PlacedAttention,
     attention_calls,
     check_parts,
     float_parts,
@@ -241,10 +240,10 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="attention of FalconForCausalLM on an accelerator: expected"):
         place_attention(falcon, lanes, ["prefill_16"], npu("prompts"), report={}, **arguments)
     report: dict[str, Any] = {}
-    assert place_attention(falcon, lanes, ["prefill_16"], npu(None), report=report, **arguments) == PlacedAttention()
+    assert place_attention(falcon, lanes, ["prefill_16"], npu(None), report=report, **arguments) == ((), {})
     assert report["attention"].startswith("on the CPU: ")
     for kv, methods in (("int8", ["prefill_16"]), ("float32", ["decode_b1"])):
-        assert place_attention(falcon, lanes, methods, npu(None, kv), report={}, **arguments) == PlacedAttention()
+        assert place_attention(falcon, lanes, methods, npu(None, kv), report={}, **arguments) == ((), {})
 
 
 @pytest.mark.slow
@@ -259,7 +258,7 @@ def test_the_memory_of_an_npu(monkeypatch: pytest.MonkeyPatch) -> None:
         place_attention(model, lanes_of(model), ["prefill_16"], npu("prompts"), report={}, **most)
     report: dict[str, Any] = {}
     model = drawn_model("Llama")
-    assert place_attention(model, lanes_of(model), ["prefill_16"], npu(None), report=report, **most).parts == {}
+    assert place_attention(model, lanes_of(model), ["prefill_16"], npu(None), report=report, **most) == ((), {})
     assert report["attention"].startswith("on the CPU: 3584 MiB: attention 0 MiB")
     model, asked = drawn_model("Llama"), []
     lowered = qnn.Lowered({}, {}, {}, {})
@@ -268,6 +267,6 @@ def test_the_memory_of_an_npu(monkeypatch: pytest.MonkeyPatch) -> None:
     for ffn_bytes, block in ((MOST_BYTES - weights, 0), (MOST_BYTES - weights + 1, 32)):
         model, first = drawn_model("Llama"), first_batches([torch.randint(0, 50, (2, 40))])
         arguments: dict[str, Any] = {"calibration": first, "ffn_bytes": ffn_bytes, "report": {}}
-        assert place_attention(model, lanes_of(model), ["prefill_16"], npu("prompts"), **arguments).calls
+        assert place_attention(model, lanes_of(model), ["prefill_16"], npu("prompts"), **arguments)[0]
         assert {*asked} == {block}
         asked.clear()

@@ -30,7 +30,7 @@ from torch_pi2.export.decoder import Lanes
 from torch_pi2.export.delegated import delegated_copy, exported_layers, registered
 from torch_pi2.export.describe import describe_program
 from torch_pi2.export.hot import HotChunks, hot_chunks
-from torch_pi2.export.hot_attention import PlacedAttention, attention_calls
+from torch_pi2.export.hot_attention import attention_calls
 from torch_pi2.export.methods import Accelerated
 from torch_pi2.export.qnn import sdk
 from torch_pi2.export.qnn.quantize import hot_part as part_of
@@ -336,10 +336,10 @@ def test_a_decoder_with_hot_neurons_on_the_npu_and_cold_ones_in_our_delegate(
         lanes = Lanes(delegated_copy(model, layers, key), 2, 32)
         neurons = {"decode_b1": 512, "prefill_8": 768}
         hot = {name: [(m, count) for m in of_layers.modules[name].values()] for name, count in neurons.items()}
-        attention = PlacedAttention()
+        attention: tuple[Any, Any] = ((), {})
         if hot_attention == "prompts":
-            attention = PlacedAttention(attention_calls(lanes), compiled[0].modules)
-        decoders = {name: Accelerated(hot, attention).decoder(name, lanes) for name in hot}
+            attention = (attention_calls(lanes), compiled[0].modules)
+        decoders = {name: Accelerated(hot, *attention).decoder(name, lanes) for name in hot}
         start = torch.zeros(1, dtype=torch.int64)
         decoder_methods(lanes, (1,))["forward"](ids[:, :8], start)
         step = decoder_methods(decoders["decode_b1"], (1,))["decode_b1"]

@@ -48,7 +48,7 @@ def with_hardware(folder: Path) -> None:
         resident = tuple(min(n, h + 2) if i else h - 1 for i, h in enumerate(hot))
         buckets.append(Bucket(batch, hot, (0,) * len(hot), resident, 20_000 * batch, MS | {"cold": batch**0.5}))
     made_for = {"hardware": "made-up-phone", "hash": "0" * 64, "source": "published"}
-    prompt = PromptPlan((32,) * len(plan.layers), 256)
+    prompt = PromptPlan((32,) * len(plan.layers))
     plan.hardware = HardwarePlan(made_for, 12_000_000, 0, 64, tuple(buckets), prompt, {"policy": "lfu"}, {"io": 2})
     plan.save(folder)
 

@@ -28,7 +28,7 @@ def made() -> HardwarePlan:
             Bucket(1, (64, 0), (0, 0), (100, 10), 1 << 20, {"hot": 1.5, "cold": 0.25}),
             Bucket(4, (1024, 512), (1024, 512), (200, 700), 1 << 19),
         ),
-        PromptPlan((48, 0), 256),
+        PromptPlan((48, 0)),
         {"policy": "lfu", "io_threads": 32, "lookahead": False},
         {"compute": 2, "io": 1},
         4,

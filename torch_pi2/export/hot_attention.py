@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -358,16 +358,9 @@ def _refused(model: nn.Module, found: str) -> UnsupportedModelError:
 # --- where it goes ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class PlacedAttention:
-    """Attention on the accelerator.
-
-    Attributes:
-        calls: of the decoder's layers. parts: method -> name -> part; empty: it is on the CPU.
-    """
-
-    calls: Sequence[AttentionCall] = ()
-    parts: Mapping[str, Mapping[str, nn.Module]] = field(default_factory=dict)
+#: How the layers of a decoder call attention; and method -> name -> part on the accelerator, empty: all on the CPU.
+PlacedAttention = tuple[Sequence[AttentionCall], Mapping[str, Mapping[str, nn.Module]]]
+_ON_CPU: PlacedAttention = (), {}
 
 
 def place_attention(
@@ -392,7 +385,7 @@ def place_attention(
     asked, soc = settings.hot_attention, settings.soc
     prompts = [name for name in methods if name.startswith("prefill_")]
     if asked == "none" or (asked is None and not (soc and prompts and settings.kv != "int8")):
-        return PlacedAttention()
+        return _ON_CPU
     try:
         if not prompts:
             raise ConfigError(
@@ -406,17 +399,17 @@ def place_attention(
         calls = attention_calls(lanes, torch.float32 if quantised else None)
         check_parts(lanes, calls)
         if soc is None:
-            return PlacedAttention(calls, dict.fromkeys(prompts, float_parts(calls)))
+            return calls, dict.fromkeys(prompts, float_parts(calls))
         block = _block([call.module for call in calls], settings, ffn_bytes)
     except Pi2Error as error:
         if asked:
             raise
         report["attention"] = f"on the CPU: {error.found}"
-        return PlacedAttention()
+        return _ON_CPU
     programs = _programs(source, calls, prompts, block, settings.quantization == "gptq", calibration)
     lowered = qnn.lower_parts(programs, settings.qnn, progress=settings.progress)
     report |= {"attention": "prompts", "parts": lowered.report}
-    return PlacedAttention(calls, lowered.modules)
+    return calls, lowered.modules
 
 
 def _block(modules: Sequence[nn.Module], settings: ExportSettings, ffn_bytes: int) -> int:

@@ -31,7 +31,7 @@ from torch_pi2.export.calibrate import (
 from torch_pi2.export.decoder import Lanes, Programs, check_traced, method_names, method_spec, prompt_sizes, sizes_of
 from torch_pi2.export.delegated import split_hot_cold
 from torch_pi2.export.hot import CHUNK, chunks_per_batch, hot_chunks
-from torch_pi2.export.hot_attention import PlacedAttention, place_attention, with_parts
+from torch_pi2.export.hot_attention import AttentionCall, place_attention, with_parts
 from torch_pi2.export.program import MethodSpec, trace
 from torch_pi2.export.qnn.settings import MOST_BYTES, REPORT_FILE, REPORT_FORMAT, REPORT_VERSION
 from torch_pi2.export.settings import ExportSettings
@@ -94,18 +94,19 @@ class Accelerated:
     """What an accelerator computes.
 
     Attributes:
-        hot: method -> of each layer the module that computes its hot neurons, and how many they are.
-        attention: its parts.
+        hot: method -> for each layer, the module that computes its hot neurons and their number.
+        calls, attention: see :data:`~torch_pi2.export.hot_attention.PlacedAttention`.
     """
 
     hot: Mapping[str, Sequence[tuple[nn.Module, int]]] = field(default_factory=dict)
-    attention: PlacedAttention = field(default_factory=PlacedAttention)
+    calls: Sequence[AttentionCall] = ()
+    attention: Mapping[str, Mapping[str, nn.Module]] = field(default_factory=dict)
 
     def decoder(self, method: str, lanes: Lanes) -> Lanes:
         """The decoder of ``method``: ``lanes``, or a variant with the accelerator's modules in it."""
         if method not in self.hot:
             return lanes
-        variant = with_parts(lanes, self.attention.calls, self.attention.parts.get(method, {}))
+        variant = with_parts(lanes, self.calls, self.attention.get(method, {}))
         split_hot_cold(variant.model, self.hot[method])
         return variant
 
@@ -137,7 +138,7 @@ def decoder_methods_of(
         # decoding with hot parts is not compared: they may be compiled, and have neurons that predictors leave out
         check_traced(checked, programs, max_prompt=settings.forward_tokens, smooth=smooth, decode=not settings.splits)
 
-    return Methods(specs, chunks, bool(accelerated.attention.parts), check)
+    return Methods(specs, chunks, bool(accelerated.attention), check)
 
 
 def module_methods(
@@ -242,7 +243,7 @@ def _accelerated(source: Source, lanes: Lanes, settings: ExportSettings, staging
     }
     if report:
         atomic_write(staging / REPORT_FILE, json.dumps(report, indent=1) + "\n")
-    return Accelerated(hot, attention)
+    return Accelerated(hot, *attention)
 
 
 def _compiled(

@@ -1,7 +1,4 @@
-"""Storage devices that reads can be made as slow as: presets, and descriptions in JSON files (docs/DEVICES.md).
-
-What is measured over one of them is simulated, and has to be called so.
-"""
+"""Simulated storage devices that slow reads down: presets, and JSON descriptions (docs/DEVICES.md)."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ _MEASURED, _TABLE_1 = f"{_PAPER}, measurements of UFS 4.0 around Fig. 3b", f"{_P
 
 
 def _figures(**figures: Any) -> dict[str, Any]:
-    """One row of a description; ``published``: where it was (``from``), ``assumed``: what of it was not."""
+    """One row of a description; ``published`` becomes ``from``."""
     published = {"from": figures.pop("published")} if "published" in figures else {}
     return figures | published
 
@@ -87,51 +84,21 @@ _UFS_4_0: dict[str, Any] = {
 }
 
 
-_READS = f"{_PAPER}: 1,200K random reads/s"
-_NVME: dict[str, Any] = {
-    "name": "nvme",
-    "source": f"{_PAPER}, its comparison of a PC's NVMe with UFS 4.0: 7.5 GB/s, 1,200K random reads/s",
-    "latency_us": {"value": 60, "assumed": "a usual figure of flash behind a fast controller"},
-    "max_depth": {"value": 1024, "assumed": "usual; the standard allows 65,536 in each of as many queues"},
-    "random": [
-        _random(
-            _KB4,
-            _MB512,
-            256,
-            4915.2,
-            published=_READS,
-            assumed="the size (4 KiB), the depth, and that the range does not matter",
-        ),
-        _random(_KB512, _MB512, 256, 7500, assumed="as sequential reads"),
-    ],
-    "sequential": [
-        _in_order(_KB4, 256, 4915.2, assumed="as random reads"),
-        _in_order(_KB512, 256, 7500, published=_PAPER, assumed="the size and the depth"),
-    ],
-}
-#: Descriptions that come with the package; ``from`` is where a figure was published, ``assumed`` what of it was not.
-PRESETS: dict[str, dict[str, Any]] = {preset["name"]: preset for preset in (_UFS_4_0, _NVME)}
+#: Built-in descriptions; ``from``: a figure's source, ``assumed``: the parts of it that were not published.
+PRESETS: dict[str, dict[str, Any]] = {"ufs-4.0": _UFS_4_0}
 
 
 @dataclass(frozen=True)
 class Device:
-    """A device as the core's model has it.
-
-    Attributes:
-        name: of its description.
-        numbers: what ``pi2::DeviceModel::parse`` (csrc/io/device_model.h) takes, in SI units.
-    """
+    """A device; ``numbers``: arguments of ``pi2::DeviceModel::parse`` (csrc/io/device_model.h), in SI units."""
 
     name: str
     numbers: tuple[float, ...]
 
     def read_times(self, offsets: Sequence[int], sizes: Sequence[int], *, depth: int, range_bytes: int) -> torch.Tensor:
-        """When the device would have finished reads, in seconds, float64 ``[n]``; nothing is read.
+        """Simulated completion times in seconds, float64 ``[n]``, of a closed loop at queue depth ``depth``.
 
-        Args:
-            offsets, sizes: of each read, in bytes, in order.
-            depth: so many are asked for at time 0, and another whenever one is over.
-            range_bytes: over which they are spread.
+        ``offsets``, ``sizes``: of each read, in bytes. ``range_bytes``: over which they are spread.
         """
         load()
         times: torch.Tensor = torch.ops.pi2.device_times(
@@ -141,11 +108,10 @@ class Device:
 
 
 def find_device(device: str | Path) -> Device:
-    """A preset by name, or the device that a JSON file describes.
+    """A preset by name, or a JSON file.
 
     Raises:
-        ConfigError: no preset and no file has this name.
-        ArtifactError: the file is not a description that makes sense.
+        ConfigError: neither exists. ArtifactError: the description is invalid.
     """
     name, path = str(device), Path(device)
     if name in PRESETS:
@@ -161,19 +127,14 @@ def find_device(device: str | Path) -> Device:
 
 
 def parse_device(description: Any, what: str = "device") -> Device:
-    """The device that a description (docs/DEVICES.md) is of; ``what`` names it in errors.
-
-    Raises:
-        ArtifactError: it makes no sense.
-    """
+    """The device of a description (docs/DEVICES.md), named ``what`` in errors. Raises ArtifactError: it is invalid."""
     part = Field(description, what, _FIX)
-    part.names(
-        ("name", "source", "latency_us", "max_depth", "random", "sequential"), ("cores",)
-    )  # cores: of older files
+    # older files have cores
+    part.names(("name", "source", "latency_us", "max_depth", "random", "sequential"), ("cores",))
     name = part.at("name").text()
     part.at("source").text()
     latency, depth = _figure(part.at("latency_us"), least=0), _figure(part.at("max_depth"), least=1)
-    numbers = [latency * 1e-6, depth, 0.0]  # nothing more for the core that issues reads
+    numbers = [latency * 1e-6, depth, 0.0]  # 0: no overhead of the issuing core
     for table, axes in _AXES.items():
         numbers += _table(part.at(table), axes)
     load()
@@ -185,11 +146,11 @@ def parse_device(description: Any, what: str = "device") -> Device:
 
 
 def _row(row: Field, needed: Iterable[str]) -> None:
-    """An object with these fields, and where its figures are from."""
-    told = [key for key in _WHERE_FROM if key in row.names(needed, _WHERE_FROM)]
-    if not told:
+    """Check an object with these fields and the source of its figures."""
+    sources = [key for key in _WHERE_FROM if key in row.names(needed, _WHERE_FROM)]
+    if not sources:
         row.wrong("where the figure is from, or what is assumed (from, assumed)", "neither")
-    for key in told:
+    for key in sources:
         row.at(key).text()
 
 
@@ -199,7 +160,7 @@ def _figure(figure: Field, *, least: float) -> float:
 
 
 def _table(table: Field, axes: Sequence[str]) -> list[float]:
-    """A table as the core takes it: sizes of axes, their points, and bytes per second."""
+    """A table in the core's format: sizes of axes, their points, and bytes per second."""
     found: dict[tuple[float, ...], float] = {}
     for row in table.items(1):
         _row(row, (*axes, "mb_per_s"))

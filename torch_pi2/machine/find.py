@@ -1,8 +1,7 @@
-"""A hardware profile by name: what was measured on this machine, a file, or a phone as a paper describes it.
+"""Hardware profiles by name: measured on this machine, from a file, or a phone described in a paper.
 
-We have measured no phone: ``notes`` says where each figure is from or that it is assumed, and ``source`` is
-``published``. P is PowerInfer-2, arXiv 2406.06282v3. Storage is that of
-:mod:`torch_pi2.machine.device`, asked by the model that simulates it.
+Published profiles are not our measurements; ``notes`` has the source or the assumption behind each figure. Their
+storage is a simulated device of :mod:`torch_pi2.machine.device`.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _READS = 4000
 
 
 def cached_path() -> Path:
-    """Where what was measured on this machine with this version is kept."""
+    """Cache file of this machine's profile, for this version of the package."""
     about = process.describe()["machine"]
     parts = (about["cpu"], process.cores(), about["kernels"], __version__, VERSION)
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
@@ -51,8 +50,7 @@ def find_hardware(name: str | Path) -> Hardware:
     """``measured`` (this machine's, cached), a preset by name, or a file.
 
     Raises:
-        ConfigError: this machine was not measured yet, or nothing has this name.
-        ArtifactError: the file is damaged.
+        ConfigError: this machine was not measured yet, or the name is unknown. ArtifactError: the file is damaged.
     """
     text = str(name)
     if text == "measured":
@@ -132,7 +130,7 @@ def _kernel(gb_per_s: float, macs_per_s: float) -> Kernel:
 
 
 def device_reads(device: Device) -> Reads:
-    """What the device's model gives in a closed loop: random reads by size, range and depth, large ones in order."""
+    """Closed-loop read rates of a simulated device: random by size, range and depth, and sequential."""
 
     def per_s(block: int, range_bytes: int, depth: int, *, sequential: bool = False) -> float:
         step = block if sequential else 3 * block

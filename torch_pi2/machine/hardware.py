@@ -1,14 +1,14 @@
-"""``Hardware``: what computing and reading cost on one machine, in numbers that were measured there or published.
+"""``Hardware``: the measured or published cost of compute and reads on one machine.
 
-PowerInfer-2's planner takes "NPU speed for different matrix sizes, CPU sparse speed, memory bandwidth under access
-patterns, storage speed for access sizes" (arXiv 2406.06282v3, section 5). The profile has these; for computing it has a
-line per format and number of tokens:
+It has the inputs of PowerInfer-2's planner: "NPU speed for different matrix sizes, CPU sparse speed, memory bandwidth
+under access patterns, storage speed for access sizes" (arXiv 2406.06282v3, section 5). Compute is a line per format and
+number of tokens,
 
     us = calls * call_us + hot_mb * us_per_hot_mb + cold_mb * us_per_cold_mb + gate_mb * us_per_gate_mb
          + million_macs * us_per_million_macs
 
-fitted to real calls of the operators (:mod:`torch_pi2.measure.measure`). Times are in microseconds, sizes in bytes;
-``mb`` is 10^6 bytes. The format of the file is in docs/HARDWARE.md.
+fitted to calls of the operators (:mod:`torch_pi2.measure.measure`). Times are microseconds, sizes bytes, ``mb`` 10^6
+bytes. File format: docs/HARDWARE.md.
 """
 
 from __future__ import annotations
@@ -43,21 +43,20 @@ KERNELS = (
     "float16/float",
     "float32/float",
 )
-#: Fields of version 1 that nothing reads any more.
+#: Unused fields of version 1.
 _OBSOLETE = ("thread_factors", "cache_bytes", "cached", "cached_glue", "glue", "interference")
 
 
 @dataclass(frozen=True)
 class Line:
-    """What calls for so many ``tokens`` take; 0 where a part costs nothing that could be measured.
+    """Cost of calls with ``tokens`` tokens; 0 for parts without a measurable cost.
 
     Attributes:
-        tokens: tokens of one call.
-        call_us: microseconds of each call, whatever its size.
-        us_per_hot_mb: bytes read one after another. us_per_cold_mb: rows of neurons that are gathered one by one.
-        us_per_gate_mb: the gate rows of all neurons under the exact gate.
-        us_per_million_macs: multiplications; a (token, row) pair has as many as the row is long.
-        error: mean relative distance of the measured calls from the line; 0 where nothing was measured.
+        call_us: microseconds per call.
+        us_per_hot_mb: bytes read in order. us_per_cold_mb: gathered neuron rows.
+        us_per_gate_mb: gate rows of all neurons under the exact gate.
+        us_per_million_macs: multiply-adds: the length of a row for each (token, row) pair.
+        error: mean relative residual of the fit; 0 where nothing was measured.
     """
 
     tokens: int = limited(1)
@@ -69,7 +68,7 @@ class Line:
     error: float = limited()
 
     def us(self, *, hot: float = 0, cold: float = 0, gate: float = 0, macs: float = 0, calls: float = 1) -> float:
-        """Microseconds of ``calls`` calls that read so many bytes and multiply so often in total."""
+        """Microseconds of ``calls`` calls with these bytes and multiply-adds in total."""
         nbytes = hot * self.us_per_hot_mb + cold * self.us_per_cold_mb + gate * self.us_per_gate_mb
         return calls * self.call_us + (nbytes + macs * self.us_per_million_macs) * 1e-6
 
@@ -85,11 +84,11 @@ class Kernel:
 
 @dataclass(frozen=True)
 class StoreCosts:
-    """What a neuron store costs beside its drive.
+    """CPU cost of a neuron store, without its drive.
 
     Attributes:
-        lookup_us: for each neuron that a step needs, whether the cache has it or not.
-        slot_us: the least for each slot that is read: checking it, making room for it, copying it there.
+        lookup_us: per neuron that a step needs, cached or not.
+        slot_us: per slot that is read: checksum, eviction and copy.
     """
 
     lookup_us: float = limited()
@@ -98,15 +97,14 @@ class StoreCosts:
 
 @dataclass(frozen=True)
 class Accelerator:
-    """An NPU or GPU that computes hot neurons beside the CPU, densely.
+    """An NPU or GPU that computes hot neurons densely, in parallel with the CPU.
 
     Attributes:
-        memory_bytes: for weights there. launch_us: to begin a call and to wait for its end.
-        stream_gb_per_s: bandwidth of weights, alone. shared_gb_per_s: of it and the CPU together, both reading.
-        gmacs_per_s: 10^9 multiplications a second. merge_us: to add its result to the CPU's, for each token.
-        holds_rest: it has memory of its own with the rest of the model in it (a GPU). Both then read at their own
-            speed, and each layer with neurons on the CPU, and only such a layer, takes ``merge_us`` more per call: its
-            input goes to the CPU and a result comes back.
+        memory_bytes: for weights. launch_us: launch and synchronisation of a call.
+        stream_gb_per_s: bandwidth for weights, alone. shared_gb_per_s: of accelerator and CPU together.
+        gmacs_per_s: 10^9 multiply-adds a second. merge_us: adding its result to the CPU's, per token.
+        holds_rest: a GPU whose own memory holds the rest of the model. Both sides then read at their own speed, and
+            ``merge_us`` is per call of a layer with neurons on the CPU: its input's way there and the result's back.
     """
 
     name: str
@@ -119,7 +117,7 @@ class Accelerator:
     holds_rest: bool = optional(False)
 
     def ffn_us(self, *, batch: int, neurons: int, hidden: int, rows: int, weight_bits: float) -> float:
-        """Microseconds of ``rows`` rows of ``neurons`` neurons, dense: the longer of reading and multiplying them."""
+        """Microseconds of a dense call: the longer of reading and multiplying ``rows`` rows of each neuron."""
         if neurons <= 0:
             return 0.0
         numbers = neurons * rows * hidden
@@ -133,11 +131,11 @@ class Hardware:
 
     Attributes:
         name: of the machine or preset. source: ``measured`` or ``published``.
-        machine, versions: what was measured, in words. notes: by field, where a figure is from, or what is assumed.
-        cores, threads: the machine's cores, and the threads that computed while it was measured.
-        memory_bytes: of the machine. memory_gb_per_s: of plain reads in order.
+        machine, versions: description for people. notes: by field, sources of figures and assumptions.
+        cores, threads: the machine's cores, and the compute threads of the measurement.
+        memory_bytes: of the machine. memory_gb_per_s: of sequential reads.
         kernels: by format (:data:`KERNELS`), with weights in memory, not in caches.
-        reads, store: the drive, and what a neuron store costs beside it.
+        reads, store: the drive, and the CPU cost of a neuron store.
     """
 
     name: str
@@ -156,12 +154,11 @@ class Hardware:
     _memo: dict[Any, Line] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def line(self, part: str, name: str, tokens: float) -> Line:
-        """What calls for so many tokens cost.
+        """Cost of calls with ``tokens`` tokens.
 
         Args:
             part: ``sparse`` (decoding steps of an FFN), ``dense`` (FFN calls with all neurons) or ``linear``.
-            name: the kernel (``int4/int8``; for formats of GGUF files and neurons of two formats see
-                :func:`timed_as`).
+            name: the kernel, such as ``int4/int8``; other formats are mapped by :func:`timed_as`.
 
         Raises:
             ConfigError: the profile has no such kernel, or ``tokens`` is not above 0.
@@ -181,27 +178,23 @@ class Hardware:
 
     @property
     def error(self) -> float:
-        """Mean error of the lines, sparse and dense: how well, and how steadily, they fit."""
+        """Mean relative error of the sparse and dense lines."""
         errors = [line.error for kernel in self.kernels.values() for line in (*kernel.sparse, *kernel.dense)]
         return math.fsum(errors) / len(errors)
 
     @property
     def hash(self) -> str:
-        """SHA-256 of the numbers: the same for machines that are the same to a planner, whatever they are called."""
+        """SHA-256 of the numbers, without names and notes."""
         numbers = {k: v for k, v in to_json(self).items() if k not in ("name", "machine", "versions", "notes")}
         return hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()
 
     def to_json(self) -> str:
-        """Text of a file; the same numbers give the same text."""
+        """Text of a file, deterministic."""
         return json.dumps({"format": FORMAT, "version": VERSION, **to_json(self)}, indent=1, sort_keys=True) + "\n"
 
     @staticmethod
     def from_json(text: str, where: str = "hardware profile") -> Hardware:
-        """Inverse of :meth:`to_json`; reads version 1, too.
-
-        Raises:
-            ArtifactError: not such a file, or a number in it makes no sense; names ``where`` and the field.
-        """
+        """Inverse of :meth:`to_json`; also reads version 1. Raises ArtifactError: names ``where`` and the field."""
         data = parse_json(text, where, FORMAT, 1, VERSION)
         known = {k: v for k, v in data.items() if k not in ("format", "version")}
         if data["version"] == 1:
@@ -211,17 +204,16 @@ class Hardware:
         return hardware
 
     def save(self, path: str | Path) -> None:
-        """Write ``path``, whole or not at all. Raises ArtifactError: it cannot be written."""
+        """Write ``path`` atomically. Raises ArtifactError."""
         atomic_write(path, self.to_json())
 
     @staticmethod
     def load(path: str | Path) -> Hardware:
-        """Read the file of :meth:`save`. Raises ArtifactError: there is none, or as :meth:`from_json`."""
+        """Read the file of :meth:`save`. Raises ArtifactError."""
         return Hardware.from_json(read_text(path), str(path))
 
 
 def _from_version_1(data: dict[str, Any], where: str) -> dict[str, Any]:
-    """The fields of version 1 as they are now. Raises ArtifactError: one that has moved is missing or damaged."""
     known = {name: value for name, value in data.items() if name not in _OBSOLETE}
     try:
         memory, rates, reads = known.pop("memory"), known.pop("rates"), dict(known["reads"])
@@ -234,10 +226,10 @@ def _from_version_1(data: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def timed_as(kernel: str) -> str:
-    """The kernel of :data:`KERNELS` whose time for a byte and a multiply-add is taken for that of ``kernel``.
+    """The kernel of :data:`KERNELS` whose times per byte and multiply-add stand for those of ``kernel``.
 
-    Blocks of GGUF files are read at int4's speed for each byte (docs/RESULTS.md); blocks of more than five bits count
-    as int8. For neurons of two formats gate and up decide.
+    GGUF blocks are read at int4's speed per byte (docs/RESULTS.md), blocks of more than five bits at int8's. With two
+    formats, that of gate and up decides.
     """
     weights, slash, activations = kernel.partition("/")
     first = formats_of(weights)[0]
@@ -247,7 +239,7 @@ def timed_as(kernel: str) -> str:
 
 
 def _at(lines: Sequence[Line], tokens: float) -> Line:
-    """The line for so many tokens: between those measured, linear in tokens; outside, the nearest."""
+    """The line for ``tokens``: interpolated between measured ones, or the nearest."""
     if not tokens > 0:
         raise ConfigError("tokens", expected="a number above 0", found=str(tokens), fix="Correct it.")
     i = bisect_left([line.tokens for line in lines], tokens)
@@ -259,7 +251,7 @@ def _at(lines: Sequence[Line], tokens: float) -> Line:
 
 
 def _check(hardware: Hardware, where: str) -> None:
-    """Raises ArtifactError for what the types and limits of single fields do not say."""
+    """Checks beyond types and limits of single fields. Raises ArtifactError."""
     if hardware.source not in SOURCES:
         wrong(f"{where}, source", " or ".join(SOURCES), hardware.source)
     check_reads(hardware.reads, f"{where}, reads")

@@ -1,4 +1,4 @@
-"""What a figure was measured on, and the most memory this process has had."""
+"""Description of this machine, and the memory of this process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PACKAGES = ("torch-pi2", "torch", "transformers", "llama-cpp-python")
 
 
 def describe() -> dict[str, Any]:
-    """CPU, cores, memory and kernels under ``machine``; package versions under ``versions``."""
+    """``machine``: CPU, cores, memory and kernels; ``versions``: of packages."""
     load()
     info = Path("/proc/cpuinfo")
     name = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE) if info.is_file() else None
@@ -39,12 +39,11 @@ def describe() -> dict[str, Any]:
 
 
 def memory_bytes() -> int:
-    """Memory of the machine."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def reset_peak() -> None:
-    """Start :func:`peak_rss_bytes` anew (Linux; elsewhere it counts from the start of the process)."""
+    """Reset :func:`peak_rss_bytes` (Linux only)."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -52,7 +51,7 @@ def reset_peak() -> None:
 
 
 def peak_rss_bytes() -> int:
-    """Most resident memory since :func:`reset_peak`."""
+    """Peak resident memory since :func:`reset_peak`."""
     status = Path("/proc/self/status")
     peak = re.search(r"^VmHWM:\s*(\d+) kB", status.read_text(), re.MULTILINE) if status.is_file() else None
     if peak:
@@ -61,7 +60,7 @@ def peak_rss_bytes() -> int:
 
 
 def free_bytes() -> int | None:
-    """Memory that programs can still have; None: the system does not say."""
+    """Available memory; None if unknown."""
     try:
         found = re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
     except OSError:

@@ -1,8 +1,7 @@
-"""What reads from storage take: reads a second by size, range and number under way, and their interpolation.
+"""Storage read rates by block size, range and queue depth, and their interpolation.
 
-The model of a closed loop: with d reads under way and r(d) reads over a second each takes d / r(d). Time is made to
-grow with every axis (a larger block, a wider range or a deeper queue never makes a read faster), as it does on every
-device but for noise.
+In a closed loop with depth d and r(d) reads a second, each read takes d / r(d). Times are made monotone: larger blocks,
+wider ranges and deeper queues never make a read faster.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch_pi2.base.fields import MISSING, Field, limited
 
 #: Depths that a plan may choose.
 DEPTHS = (1, 2, 4, 8, 16, 32, 64)
-#: Of the most reads a second, what is enough.
+#: Share of the highest rate that a depth must reach.
 _ENOUGH = 0.97
 
 Key = tuple[int, int, int]
@@ -28,13 +27,13 @@ FIX = "Measure again with `torch-pi2 doctor --measure`, or correct the file; its
 
 
 def wrong(path: str, expected: str, found: object) -> NoReturn:
-    """Raises ArtifactError about the part of a hardware profile to which ``path`` leads."""
+    """Raises ArtifactError for the field ``path`` of a hardware profile."""
     Field(MISSING if found is None else found, path, FIX).wrong(expected)
 
 
 @dataclass(frozen=True)
 class ReadRate:
-    """Random reads a second of ``block_bytes`` each, spread over ``range_bytes``, ``depth`` of them under way."""
+    """Random reads a second of ``block_bytes`` each over ``range_bytes``, at queue depth ``depth``."""
 
     block_bytes: int = limited(1)
     range_bytes: int = limited(1)
@@ -44,13 +43,13 @@ class ReadRate:
 
 @dataclass(frozen=True)
 class Reads:
-    """Reading one drive.
+    """Read rates of one drive.
 
     Attributes:
-        engine: the fastest. direct: past the page cache. warm: two passes over the file took the same time before it
-            was measured (virtual disks have caches of their own; else figures are too low).
-        file_bytes: of the file that was read. stream_gb_per_s: large reads in order.
-        cpu_us_per_read: CPU time of one small read, of the system and the engine together.
+        engine: the fastest read engine. direct: bypasses the page cache. warm: two passes over the file took the same
+            time before the measurement; else a virtual disk's own cache was cold and figures are too low.
+        file_bytes: of the test file. stream_gb_per_s: large sequential reads.
+        cpu_us_per_read: CPU time of a small read, kernel and engine together.
         rates: a row for every combination of blocks, ranges and depths.
     """
 
@@ -64,15 +63,15 @@ class Reads:
 
     @cached_property
     def _table(self) -> tuple[list[list[float]], dict[Key, float]]:
-        """Points of the three axes, and microseconds that one read takes there."""
+        """Points of the three axes, and microseconds of a read there."""
         rows = {(r.block_bytes, r.range_bytes, r.depth): r for r in self.rates}
         axes = [sorted({float(key[axis]) for key in rows}) for axis in range(3)]
         return axes, {key: row.depth / row.reads_per_s * 1e6 for key, row in rows.items()}
 
     def latency_us(self, block_bytes: float, range_bytes: float, depth: float) -> float:
-        """Microseconds that each of ``depth`` reads takes: linear in logarithms between points, outside the nearest.
+        """Microseconds of each of ``depth`` concurrent reads: log-linear between points, outside the nearest.
 
-        Blocks larger than the largest have its bytes a second; a deeper queue than the deepest has its reads a second.
+        Larger blocks keep the largest block's bandwidth; deeper queues keep the deepest queue's rate.
         """
         axes, latency = self._table
         wanted = (float(block_bytes), float(range_bytes), float(depth))
@@ -86,37 +85,32 @@ class Reads:
         return math.exp(log) * max(1.0, wanted[0] / axes[0][-1]) * max(1.0, wanted[2] / axes[2][-1])
 
     def us(self, reads: float, block_bytes: float, range_bytes: float, depth: float) -> float:
-        """Microseconds until ``reads`` random reads are over, of which up to ``depth`` are under way at any time.
-
-        ``block_bytes``: each. ``range_bytes``: over which they are spread. Fewer reads than ``depth`` are only as deep
-        as they are many.
-        """
+        """Microseconds of ``reads`` random reads of ``block_bytes`` over ``range_bytes``, up to ``depth`` at once."""
         if reads <= 0:
             return 0.0
         under_way = max(1.0, min(float(depth), float(reads)))
         return reads * self.latency_us(block_bytes, range_bytes, under_way) / under_way
 
     def stream_us(self, nbytes: float) -> float:
-        """Microseconds of one large read in order."""
+        """Microseconds of one large sequential read."""
         return nbytes / self.stream_gb_per_s * 1e-3
 
     def best_depth(self, block_bytes: float, range_bytes: float) -> int:
-        """The smallest number of reads under way that gives 97 % of the most reads a second."""
+        """The smallest depth with 97 % of the highest rate."""
         per_s = {depth: depth / self.latency_us(block_bytes, range_bytes, depth) for depth in DEPTHS}
         enough = _ENOUGH * max(per_s.values())
         return next(depth for depth in DEPTHS if per_s[depth] >= enough)
 
 
 def six_digits(value: float) -> float:
-    """More are noise, and make files long."""
     return float(f"{value:.6g}")
 
 
 def monotone(rows: Sequence[ReadRate]) -> tuple[ReadRate, ...]:
-    """Measured rows with the noise taken out that would make a larger, wider or deeper read faster.
+    """Measured rows, with times made monotone in block, range and depth.
 
-    What a read takes is the geometric mean of the longest of those that are no larger, wider or deeper, and of the
-    shortest of those that are no smaller, narrower or shallower: both grow with every axis.
+    A time becomes the geometric mean of the longest among rows no larger in any axis, and the shortest among rows no
+    smaller in any: both grow with every axis.
     """
     found = {(r.block_bytes, r.range_bytes, r.depth): r.depth / r.reads_per_s for r in rows}
     made = []
@@ -128,7 +122,7 @@ def monotone(rows: Sequence[ReadRate]) -> tuple[ReadRate, ...]:
 
 
 def check_reads(reads: Reads, where: str) -> None:
-    """Raises ArtifactError: no reads, or a table with gaps."""
+    """Raises ArtifactError: the table is empty or has gaps."""
     found = {(r.block_bytes, r.range_bytes, r.depth) for r in reads.rates}
     if not found or len(found) < len(reads.rates) or len(found) < math.prod(map(len, map(set, zip(*found)))):
         expected = "one row for every combination of its blocks, ranges and depths"
@@ -136,7 +130,7 @@ def check_reads(reads: Reads, where: str) -> None:
 
 
 def _around(points: Sequence[float], value: float) -> list[tuple[float, float]]:
-    """The points around ``value`` with their shares, by logarithm."""
+    """The points around ``value`` with their log-linear weights."""
     above = bisect_left(points, value)
     if above == 0 or above == len(points):
         return [(points[min(above, len(points) - 1)], 1.0)]

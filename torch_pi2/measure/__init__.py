@@ -1,1 +1,1 @@
-"""This machine is measured, and lines are fitted to it."""
+"""Measuring this machine, and fitting its hardware profile."""

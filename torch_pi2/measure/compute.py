@@ -1,6 +1,6 @@
-"""Rates of what computes: real calls of the operators over grids of sizes, and lines through their times.
+"""Compute rates: operator calls over grids of sizes, and lines fitted to their times.
 
-Each call takes other weights than the one before it, from memory.
+Successive calls use different weights, which come from memory and not from caches.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch_pi2.measure.weights import Weights
 from torch_pi2.observe import counters
 from torch_pi2.ops.constants import constants, wants_blocks
 
-#: A token's share of the cold neurons (None: the exact gate), the share of hot ones, the activation, and how many
-#: standard deviations a gate needs to fire. silu: every neuron asked for is added; relu: a half, or with 1.28 a tenth.
+#: A token's share of the cold neurons (None: exact gate), the share of hot ones, the activation, and the gate's bias in
+#: negative standard deviations. Of the selected neurons silu computes all, relu a half, or with 1.28 a tenth.
 _MIXES: tuple[tuple[float | None, float, str, float], ...] = (
     (0.0, 0.8, "silu", 0.0),
     (0.0, 0.8, "relu", 1.28),
@@ -38,19 +38,19 @@ _MIXES: tuple[tuple[float | None, float, str, float], ...] = (
     (None, 0.2, "relu", 1.28),
     (None, 0.0, "relu", 0.0),
 )
-#: From so many tokens on time goes by multiplications, not bytes, and a part of a layer is enough to see it.
+#: From this many tokens on calls are bound by compute, and part of a layer is enough; and its multiply-adds.
 _MANY, _MANY_MACS = 9, 3e9
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What is measured.
+    """The sizes to measure.
 
     Attributes:
-        layers: (H, I) of quantised formats; float_layers: of the others, whose bytes are more.
+        layers: (H, I) for quantised formats; float_layers: for the others.
         batches: tokens of a decoding step. tokens: of a call of dense layers.
         store: (H, I) of a model over a store.
-        file_bytes: read from the drive. weights_bytes: of the buffer of weights, far more than caches hold.
+        file_bytes: of the test file. weights_bytes: of the weight buffer, far larger than caches.
     """
 
     layers: tuple[tuple[int, int], ...] = ((2048, 8192), (4096, 14336))
@@ -67,7 +67,7 @@ FULL = Grid()
 
 
 def kernels(weights: Weights, grid: Grid, seconds: float) -> dict[str, Kernel]:
-    """The lines of ``grid`` over ``weights``, in about ``seconds``."""
+    """Measure the lines of ``grid`` in about ``seconds``."""
     samples = Samples()
     for cases in _kernel_cases(weights, grid):
         time_into(samples, cases, seconds / (len(grid.kernels) * len(grid.layers)))
@@ -78,7 +78,7 @@ def kernels(weights: Weights, grid: Grid, seconds: float) -> dict[str, Kernel]:
 
 
 def _kernel_cases(weights: Weights, grid: Grid) -> Iterator[list[Case]]:
-    """By kernel and layer; ``weights`` have what the cases given last need."""
+    """Cases by kernel and layer; ``weights`` are filled for the latest ones."""
     for kind in dict.fromkeys(kernel.partition("/")[0] for kernel in grid.kernels):
         for hidden, intermediate in grid.float_layers if kind in FLOATS else grid.layers:
             weights.fill(kind, hidden)
@@ -90,7 +90,7 @@ def _kernel_cases(weights: Weights, grid: Grid) -> Iterator[list[Case]]:
 
 
 class KernelCases:
-    """Cases of one format over layers of one size, at least two of which there are in ``weights``."""
+    """Cases of one format and layer size; at least two such layers fit into ``weights``."""
 
     def __init__(self, name: str, weights: Weights, hidden: int, intermediate: int) -> None:
         self.name, self.weights, self.hidden = name, weights, hidden
@@ -101,7 +101,7 @@ class KernelCases:
         self.kind, self.int8 = FORMATS[kind].operand, activations == "int8"
 
     def with_switches(self, tokens: Sequence[int]) -> list[int]:
-        """``tokens``, and the two between which another path is taken."""
+        """``tokens``, and the two around the switch to the path for prompts."""
         switch = PROMPT_TOKENS if not self.int8 else constants().gemm_tokens if has_tiles() else max(tokens) + 1
         return sorted({*tokens, switch - 1, switch} if switch <= max(tokens) else {*tokens})
 
@@ -120,13 +120,13 @@ class KernelCases:
         return lambda: partial(op, x_TH, weights.neuron_rows(neurons), *last)
 
     def sparse(self, batches: Sequence[int]) -> Iterator[Case]:
-        """Hot neurons, predicted ones of which every token wants its own, and the exact gate."""
+        """Hot neurons, predicted ones drawn per token, and the exact gate."""
         row = self.weights.row_bytes
         for batch in batches:
             x_TH, generator = self.input(batch), torch.Generator().manual_seed(batch)
             for share, hot_share, act, deviations in _MIXES:
                 if share is None and self.int8 and has_tiles() and batch >= constants().gemm_tokens:
-                    continue  # goes by tiles: dense
+                    continue  # computed by tiles: dense
                 n_hot = int(hot_share * self.neurons)
                 n_cold = self.neurons - n_hot
                 mask_TC = None if share is None else torch.rand((batch, n_cold), generator=generator) < share
@@ -138,13 +138,13 @@ class KernelCases:
                 else:
                     firing = done["down_rows"] / (batch * self.neurons)
                     cold, gate = int(2 * row * n_cold * (1 - (1 - firing) ** batch)), row * n_cold
-                    # hot neurons' up rows are multiplied whether they fire or not
+                    # up rows of hot neurons are always multiplied
                     rows = done["gate_rows"] + done["up_rows"] + done["down_rows"] + int(batch * n_hot * (1 - firing))
                 size = Size(hot=3 * row * n_hot, cold=cold, gate=gate, macs=rows * self.hidden)
                 yield Case(f"{self.name} sparse", batch, size, call)
 
     def dense(self, tokens: Sequence[int]) -> Iterator[Case]:
-        """Every neuron, on the path that so many tokens take."""
+        """All neurons, on the path for that many tokens."""
         for n in tokens:
             x_TH, most = self.input(n), self.neurons
             if n >= _MANY:
@@ -164,9 +164,7 @@ class KernelCases:
         sizes = {"hidden": self.hidden, "intermediate": neurons, "rows_per_neuron": 3}
         site = SimpleNamespace(**sizes, activation=act, gated=True, activation_on_up=False)
         nothing = {"bias_gate": None, "bias_up": None, "bias_down": None, "threshold": 0.0, "n_hot": 0}
-        layer: Any = SimpleNamespace(
-            site=site, weights=self.kind, neuron_rows=None, **nothing
-        )  # what is looked at of one
+        layer: Any = SimpleNamespace(site=site, weights=self.kind, neuron_rows=None, **nothing)
 
         def ready() -> Callable[[], object]:
             layer.neuron_rows = self.weights.neuron_rows(neurons)
@@ -175,12 +173,12 @@ class KernelCases:
         return ready
 
     def linear(self, tokens: Sequence[int]) -> Iterator[Case]:
-        """Linear layers as small as those of keys and as large as heads are."""
+        """Linear layers from the size of key projections to that of heads."""
         for n in tokens:
             x_TK = self.input(n)
             for rows in (512, 2048) if n >= _MANY else (512, 2048, 16384):
                 count = min(rows, self.weights.count // 2)
-                # as many bytes as multiplications: one of the two
+                # bytes and multiply-adds are proportional: fit one of them
                 size = Size(hot=self.weights.row_bytes * count) if n < _MANY else Size(macs=n * count * self.hidden)
                 yield Case(f"{self.name} linear", n, size, self._linear(x_TK, count))
 
@@ -188,7 +186,7 @@ class KernelCases:
         weights, kind, int8 = self.weights, self.kind, self.int8
         if kind == "float":
             return lambda: partial(F.linear, x_TK, weights.rows(count))
-        if wants_blocks(kind, count, self.hidden, int8):  # whatever the bytes then mean
+        if wants_blocks(kind, count, self.hidden, int8):  # the values do not matter
             return lambda: partial(torch.ops.pi2.linear_blocks, x_TK, weights.rows(count), None, kind)
         return lambda: partial(torch.ops.pi2.linear, x_TK, weights.rows(count), None, kind, int8)
 

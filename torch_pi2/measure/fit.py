@@ -1,4 +1,4 @@
-"""Timing calls in turn, and the line through their times."""
+"""Timing calls in turn, and fitting lines to their times."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ import torch
 from torch_pi2.machine.hardware import Line
 from torch_pi2.machine.reads import six_digits
 
-#: Passes over all cases: medians of three are not of the first, which warms up.
+#: Least passes over all cases; the median of three excludes the first, which warms up.
 _LEAST_PASSES = 3
 
-
-#: Makes a call on new data.
+#: Prepares a call on new data.
 Ready = Callable[[], Callable[[], object]]
 
 
 @dataclass(frozen=True)
 class Size:
-    """What one call does, as :class:`~torch_pi2.machine.hardware.Line` counts it."""
+    """Work of one call: bytes and multiply-adds, as in :class:`~torch_pi2.machine.hardware.Line`."""
 
     hot: float = 0.0
     cold: float = 0.0
@@ -33,7 +32,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Case:
-    """A call to be timed for the line named ``key``, for so many tokens; ``ready`` makes one, untimed, on new data."""
+    """A call to time for the line ``key`` at ``tokens`` tokens; ``ready`` prepares it, untimed."""
 
     key: str
     tokens: int
@@ -42,7 +41,7 @@ class Case:
 
 
 class Samples:
-    """Sizes and microseconds by line and tokens, collected over cases that need not be there at the same time."""
+    """Sizes and microseconds by line and tokens."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, int], list[tuple[Size, float]]] = defaultdict(list)
@@ -51,23 +50,23 @@ class Samples:
         self._found[case.key, case.tokens].append((case.size, us))
 
     def lines(self, key: str) -> tuple[Line, ...]:
-        """Those of ``key``, ascending by tokens."""
+        """Lines of ``key``, ascending by tokens."""
         found = sorted(tokens for name, tokens in self._found if name == key)
         lines = [fit(tokens, self._found[key, tokens]) for tokens in found]
-        for i, tokens in enumerate(found[1:], 1):  # batches that take another path under the exact gate
+        for i, tokens in enumerate(found[1:], 1):  # no exact gate in large batches
             if not any(size.gate for size, _ in self._found[key, tokens]):
                 lines[i] = replace(lines[i], us_per_gate_mb=lines[i - 1].us_per_gate_mb)
         return tuple(lines)
 
 
 def fit(tokens: int, samples: Sequence[tuple[Size, float]]) -> Line:
-    """The line with no part below zero whose relative errors have the least squares: small calls count like large."""
+    """Non-negative least squares of the relative errors, so that small calls count like large ones."""
     import numpy as np
     from scipy.optimize import nnls
 
     sizes = [(1.0, s.hot * 1e-6, s.cold * 1e-6, s.gate * 1e-6, s.macs * 1e-6) for s, _ in samples]
     relative = np.array(sizes) / np.array([us for _, us in samples])[:, None]
-    # Columns of like length: what is left out does not depend on units.
+    # normalised columns: the active set does not depend on units
     scale = np.maximum(np.linalg.norm(relative, axis=0), 1e-300)
     found, _ = nnls(relative / scale, np.ones(len(samples)))
     error = float(np.abs(relative @ (found / scale) - 1).mean())
@@ -77,7 +76,7 @@ def fit(tokens: int, samples: Sequence[tuple[Size, float]]) -> Line:
 
 @torch.inference_mode()
 def time_into(samples: Samples, cases: Iterable[Case], seconds: float) -> None:
-    """Time all cases in turn until ``seconds`` are over, three times at least; keep medians."""
+    """Time all cases in turn for ``seconds``, at least three times; add medians to ``samples``."""
     cases = list(cases)
     times: list[list[float]] = [[] for _ in cases]
     end = time.perf_counter() + seconds
@@ -90,7 +89,7 @@ def time_into(samples: Samples, cases: Iterable[Case], seconds: float) -> None:
 
 @torch.inference_mode()
 def median_us(ready: Ready, *, least: int = 3, seconds: float = 0.0) -> float:
-    """Median microseconds of calls, after one to warm up: of ``least``, and as many more as fit in ``seconds``."""
+    """Median microseconds of at least ``least`` calls over ``seconds``, after one to warm up."""
     ready()()
     found: list[float] = []
     end = time.perf_counter() + seconds
@@ -100,7 +99,7 @@ def median_us(ready: Ready, *, least: int = 3, seconds: float = 0.0) -> float:
 
 
 def _us(call: Callable[[], object]) -> float:
-    """By the clock of our operators, without what it takes to call them, which is glue; else by the wall's."""
+    """By the operators' own clock, without call overhead; else by the wall clock."""
     torch.ops.pi2.timings(True)
     started = time.perf_counter()
     call()

@@ -1,6 +1,6 @@
-"""What a GPU beside the CPU computes and reads, and what a layer takes that is divided between both.
+"""Rates of a GPU, and the cost of a layer that it shares with the CPU.
 
-No GPU ever ran this: tests replace :class:`Gpu`, which is all that asks a GPU itself.
+Not yet run on a GPU: tests replace :class:`Gpu`, the only class that touches one.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torch_pi2.layers.gpu import TransferBuffer, check_gpu
 from torch_pi2.machine.hardware import Accelerator
 from torch_pi2.machine.reads import six_digits
 
-#: Of the weights: numbers of a row and rows of a part (64 MiB of bfloat16), whose tokens are multiplied in prompts.
+#: Columns and rows of a weight (64 MiB of bfloat16), and tokens of a prompt.
 _HIDDEN, _ROWS, _TOKENS = 4096, 8192, 2048
-#: Parts: so many times the cache, within these, and of the memory that is free at most a half.
+#: Weights: this many times the L2 cache, within these bounds and half of the free memory.
 _TIMES, _PARTS = 8, (4, 64)
-#: Launches of a layer (docs/GPU.md), and those that are timed together.
+#: Launches per layer (docs/GPU.md), and launches timed together.
 _LAUNCHES, _TOGETHER = 4, 64
-#: Calls to warm up, and those whose median counts.
+#: Warm-up calls, and calls whose median counts.
 _WARM, _CALLS = 3, 21
 
 
 @dataclass
 class Gpu:
-    """torch's current GPU: its memory that is free, and what holds weights from one call to the next."""
+    """torch's current GPU: free memory, L2 cache, clocks and the transfer buffer."""
 
     device: torch.device
 
@@ -41,7 +41,7 @@ class Gpu:
         self.link = TransferBuffer(self.device)
 
     def device_us(self, work: Callable[[], object]) -> float:
-        """Microseconds of ``work`` by its own clock."""
+        """Microseconds of ``work`` by CUDA events."""
         first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         first.record()
         work()
@@ -50,7 +50,7 @@ class Gpu:
         return float(first.elapsed_time(last)) * 1e3
 
     def wall_us(self, work: Callable[[], object]) -> float:
-        """Microseconds from before ``work`` until the GPU has done all of it, by the wall's clock."""
+        """Microseconds of ``work`` by the wall clock, until the GPU is idle."""
         torch.cuda.synchronize(self.device)
         started = time.perf_counter()
         work()
@@ -59,7 +59,7 @@ class Gpu:
 
 
 def gpu_here() -> Gpu | None:
-    """torch's current GPU, if there is one that has kernels."""
+    """torch's current GPU if our kernels support it."""
     try:
         check_gpu(torch.device("cuda"))
     except DeviceError:
@@ -69,11 +69,10 @@ def gpu_here() -> Gpu | None:
 
 @torch.inference_mode()
 def accelerator(gpu: Gpu, cpu_gb_per_s: float) -> Accelerator:
-    """Rates of ``gpu``, medians: of bfloat16 weights that one token reads, parts of a buffer far larger than its cache
-    in turn; of products of matrices; of small calls, as many as a layer has; and of the way of a layer's input to the
-    CPU and back, with waiting for it.
+    """Median rates of ``gpu``: reading bfloat16 weights from memory for one token, matrix products, the launches of a
+    layer, and the round trip of a layer's input to the CPU.
 
-    cpu_gb_per_s: that the CPU reads meanwhile, from memory of its own.
+    cpu_gb_per_s: the CPU's own memory bandwidth.
     """
     nbytes, (least, most) = 2 * _ROWS * _HIDDEN, _PARTS
     wanted = min(most, max(least, -(-_TIMES * gpu.cache_bytes // nbytes)))
@@ -96,7 +95,7 @@ def accelerator(gpu: Gpu, cpu_gb_per_s: float) -> Accelerator:
 
 
 def _drawn(gpu: Gpu, rows: int) -> torch.Tensor:
-    """Random numbers: a GPU multiplies zeros faster than it multiplies others."""
+    """Random numbers: a GPU multiplies zeros faster."""
     return torch.randn(rows, _HIDDEN, dtype=torch.bfloat16, device=gpu.device)
 
 

@@ -1,7 +1,6 @@
-"""Measuring this machine: what :class:`~torch_pi2.machine.hardware.Hardware` has to know of it, in about a minute.
+"""Measure the :class:`~torch_pi2.machine.hardware.Hardware` profile of this machine, in about a minute.
 
-Nothing else should run meanwhile. Machines whose cores or drives are shared with others are not always as fast as when
-they were measured; ``error`` of each line, and ``warm`` of reads, say how steady it was.
+The machine should be idle otherwise. ``error`` of each line and ``warm`` of reads show how steady it was.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ def measure(
     """Measure this machine on torch's current number of threads.
 
     Args:
-        folder: on the drive that is to be read (default: the folder of :func:`~torch_pi2.machine.find.cached_path`). A
-            file of up to 512 MiB and a model of 0.2 GB are written there and removed.
-        seconds: about how long. grid: what is measured.
+        folder: on the drive to measure (default: that of :func:`~torch_pi2.machine.find.cached_path`). A file of up to
+            512 MiB and a model of 0.2 GB are written there and removed.
+        seconds: approximate duration. grid: the sizes to measure.
         progress: show a bar on standard error.
-        gpu: beside the CPU (default: torch's current one, if it has kernels); it takes seconds more.
+        gpu: default: torch's current one, if supported; it takes a few seconds more.
 
     Raises:
         ArtifactError: the folder cannot be written.
@@ -63,7 +62,7 @@ def measure(
         drive(folder, grid.file_bytes, 0.05 * seconds) as file,
     ):
         weights = Weights(min(grid.weights_bytes, process.memory_bytes() // 8))
-        #: By part its share of the time, and what measures it in so many seconds.
+        #: By part: its share of the time, and the function that measures it in given seconds.
         parts: dict[str, tuple[float, Callable[[float], Any]]] = {
             "memory_gb_per_s": (0.1, lambda s: _bandwidth(weights, s)),
             "kernels": (0.6, lambda s: kernels(weights, grid, s)),
@@ -93,7 +92,7 @@ def measure(
 
 
 def _bandwidth(weights: Weights, seconds: float) -> float:
-    """GB/s of all threads, reading everything in order."""
+    """GB/s of sequential reads by all threads."""
     rows = weights.raw[: weights.raw.nbytes // 4096 * 4096].view(-1, 4096)
     us = median_us(lambda: lambda: torch.ops.pi2.plain_read(rows, None), least=2, seconds=seconds)
     return six_digits(rows.nbytes / us / 1e3)

@@ -1,4 +1,4 @@
-"""What reading a drive takes: a file is made for it, warmed up, and read by every engine that there is."""
+"""Read rates of a drive: a test file is written, warmed up, and read by every available engine."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _BLOCKS = (4 * _KIB, 8 * _KIB, 16 * _KIB, 64 * _KIB, 256 * _KIB)
 _DEPTHS = (1, 4, 16, 64)
 _STREAM_BLOCK, _STREAM_DEPTH = _MIB, 4
 _LARGEST = 1 << 30
-#: Passes over the file that agree so well have warmed up what lies below the page cache.
+#: Relative difference of two passes that counts as warm, and most passes.
 _AGREE = 0.15
 _PASSES = 6
 _TYPICAL = 8 * _KIB
-#: Of each point, and how often it is measured.
+#: Least seconds of a point, and sweeps over all points.
 _LEAST_S, _TAKES = 0.01, 3
 
 
 class Drive:
-    """A file in a folder on it; what lies below the page cache is warm if two passes over it were equally fast."""
+    """A test file on the drive; warm (caches below the page cache) if two passes were equally fast."""
 
     def __init__(self, path: Path, nbytes: int, seconds: float) -> None:
         self.path, self.nbytes = path, nbytes
@@ -44,7 +44,7 @@ class Drive:
                 break
 
     def rate(self, engine: str, block: int, range_bytes: int, depth: int, seconds: float) -> tuple[float, float]:
-        """Random reads a second, and CPU seconds of each; zeros: no such engine here."""
+        """Random reads a second, and CPU seconds of each; zeros if the engine is unavailable."""
         return self._read(engine, block, range_bytes, depth, seconds)
 
     def _read(
@@ -57,14 +57,14 @@ class Drive:
     def _reads_directly(self) -> bool:
         try:
             torch.ops.pi2.read_rates(str(self.path), "pread", True, 4 * _KIB, 1, 4 * _KIB, False, 1e-3)
-        except RuntimeError:  # of a file system that refuses to open it so, or at the first read
+        except RuntimeError:  # file systems refuse at open or at the first read
             return False
         return hasattr(os, "O_DIRECT")
 
 
 @contextmanager
 def drive(folder: Path, nbytes: int, seconds: float) -> Iterator[Drive]:
-    """A file of ``nbytes`` random bytes in ``folder``, gone afterwards; of a quarter of the room where that is less.
+    """A temporary file of ``nbytes`` random bytes in ``folder``, or of a quarter of the free space if less.
 
     Raises:
         ArtifactError: it cannot be written.
@@ -92,14 +92,14 @@ def drive(folder: Path, nbytes: int, seconds: float) -> Iterator[Drive]:
 
 
 def reads(drive: Drive, seconds: float) -> Reads:
-    """Tables of the engine that makes most small reads, over the whole file and over an eighth of it.
+    """Rates of the engine with the most small reads a second, over the whole file and an eighth of it.
 
-    Each figure is the median of ``_TAKES`` sweeps over all of them: a drive that others share has moments.
+    Each figure is the median of ``_TAKES`` sweeps, as the load of a shared drive varies.
     """
     points, typical = list(product(_BLOCKS, _DEPTHS)), (_TYPICAL, _DEPTHS[-1])
     each = max(_LEAST_S, seconds / (2 * len(points) + len(lists().engines))) / _TAKES
     small = {name: _medians(drive, name, [typical], drive.nbytes, each) for name in lists().engines}
-    small = {name: found for name, found in small.items() if found}  # others are not in this build, or forbidden
+    small = {name: found for name, found in small.items() if found}  # engines in this build and permitted
     best = max(small, key=lambda name: small[name][typical])
     rows = [
         ReadRate(block, reach, depth, per_s)
@@ -120,7 +120,7 @@ def reads(drive: Drive, seconds: float) -> Reads:
 def _medians(
     drive: Drive, engine: str, points: Sequence[tuple[int, int]], range_bytes: int, seconds: float
 ) -> dict[tuple[int, int], tuple[float, float]]:
-    """By block and depth, random reads a second and CPU seconds of each; nothing if there is no such engine here."""
+    """(block, depth) -> random reads a second and CPU seconds of each; empty if the engine is unavailable."""
     takes: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for _ in range(_TAKES):
         for block, depth in points:

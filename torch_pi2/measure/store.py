@@ -1,4 +1,4 @@
-"""What a neuron store costs beside its drive."""
+"""CPU cost of a neuron store, without its drive."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ from torch_pi2.rewrite.state import store_and_budget, store_of
 from torch_pi2.store.synthetic import TokenStream
 from torch_pi2.types.offload import OffloadConfig
 
-#: Tokens of a step in which reads are long, so that the drive is not what bounds them.
+#: Tokens of a step whose reads are long, so that the drive is not the bottleneck.
 _MANY = 16
 _STORE_STEPS, _WARM_UP = 12, 4
-#: Of the neurons, what the cache holds when most have to be read.
+#: Share of the neurons in the small cache.
 _CACHED = 1 / 8
 
 
 def store_costs(folder: Path, size: tuple[int, int]) -> StoreCosts:
-    """From a synthetic model of four layers of ``size`` in ``folder``, on the drive that was measured.
+    """Measured with a synthetic model of four layers of ``size`` in ``folder``.
 
-    ``lookup_us``: how much longer a step's FFNs take over a store whose cache holds everything than in memory, for each
-    neuron that is wanted. ``slot_us``: how much longer where the cache holds little, for each slot that is read, in
-    steps of many tokens.
+    ``lookup_us``: additional time of a step's FFNs over a store with everything cached, per needed neuron.
+    ``slot_us``: additional time with a small cache, per slot read, in steps of many tokens.
     """
     with scratch(folder, "pi2-measured-store") as made:
         dense, store = made / "m", made / "s"
@@ -61,7 +60,7 @@ def store_costs(folder: Path, size: tuple[int, int]) -> StoreCosts:
 
 
 def _step(model: Any, batch: int) -> tuple[float, float, float]:
-    """Of a decoding step's FFNs: microseconds (the median), neurons wanted and neurons missed (0 in memory)."""
+    """FFNs of a decoding step: median microseconds, mean needed neurons and mean misses (0 in memory)."""
     steps, vocabulary = _STORE_STEPS + _WARM_UP, model.get_input_embeddings().num_embeddings
     streams = [TokenStream(vocabulary, topics=True, generator=torch.Generator().manual_seed(i)) for i in range(batch)]
     ids_BT = torch.stack([stream.draw(steps + 1) for stream in streams])

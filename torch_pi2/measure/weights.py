@@ -1,4 +1,4 @@
-"""Weights to measure with: one large buffer, filled anew for each format, of which every call gets another part."""
+"""Weights to measure with: a large buffer, refilled for each format; every call gets a different part."""
 
 from __future__ import annotations
 
@@ -9,30 +9,24 @@ from torch_pi2.base.memory import new_tensor
 from torch_pi2.formats import FLOATS, FORMATS, GROUP, row_bytes
 from torch_pi2.ops import load
 
-#: Rows made of random numbers; the buffer repeats them.
+#: Bytes of distinct random rows, which the buffer repeats.
 _BLOCK_BYTES = 4 << 20
-#: Standard deviations of random whole numbers of 4 and 8 bits.
+#: Standard deviations of uniform 4-bit and 8-bit integers.
 _DEVIATION = {"int4": 4.6, "int8": 74.0}
 
 
 class Weights:
-    """Memory of ``nbytes`` bytes.
-
-    Calls take parts that begin anywhere in it: what they read is in a cache as seldom as caches are smaller than it.
-    """
+    """A buffer of ``nbytes`` bytes. Parts start at random rows, so that caches rarely hold them."""
 
     def __init__(self, nbytes: int) -> None:
         load()
         self.raw = new_tensor([nbytes], torch.uint8)
-        self.raw.fill_(1)  # a page never written is one page of zeros, read from cache
+        self.raw.fill_(1)  # untouched pages map to one cached page of zeros
         self._generator = torch.Generator().manual_seed(0)
         self._rows = self.raw.view(1, -1)
 
     def fill(self, kind: str, columns: int) -> Weights:
-        """Random rows of ``columns`` numbers, ``int4``, ``int8`` or a float type.
-
-        Products with inputs of a standard deviation of 1 have about the same.
-        """
+        """Fill with random rows of ``columns`` numbers in format ``kind``; products keep unit variance."""
         rows = self._some(kind, columns)
         whole, width = self.raw.view(rows.dtype), rows.shape[1]
         self._rows = whole[: whole.numel() // width * width].view(-1, width)
@@ -54,7 +48,6 @@ class Weights:
 
     @property
     def count(self) -> int:
-        """Rows that there are."""
         return len(self._rows)
 
     @property
@@ -62,12 +55,12 @@ class Weights:
         return self._rows[:1].nbytes
 
     def rows(self, count: int) -> torch.Tensor:
-        """``count`` neighbouring rows, beginning anywhere."""
+        """``count`` adjacent rows from a random start."""
         start = int(torch.randint(self.count - count + 1, (), generator=self._generator))
         some: torch.Tensor = self._rows[start : start + count]
         return some
 
     def neuron_rows(self, neurons: int) -> torch.Tensor:
-        """``neurons`` neighbours of three rows, beginning anywhere."""
+        """``neurons`` adjacent neurons of three rows from a random start."""
         some: torch.Tensor = self.rows(3 * neurons).unflatten(0, (-1, 3))
         return some

@@ -1,9 +1,8 @@
-"""The cost model: milliseconds of a decoding step, from a model's shape and a machine's rates.
+"""The cost model: predicted milliseconds of a decoding step, from a model's shape and a machine's rates.
 
-PowerInfer-2 (arXiv 2406.06282, section 5) names what its planner weighs, not how. This is the form that we worked out,
-with terms for what our engine does besides: for each FFN the predictor, hot neurons, cold neurons, and the reads that
-computing does not hide. The rest of a model, the same for all plans, is its linear layers, keys and values; norms and
-Python are left out.
+PowerInfer-2 (arXiv 2406.06282, section 5) lists the planner's inputs but no formula; this one is ours. Each FFN has
+terms for the predictor, hot neurons, cold neurons and reads that compute does not hide. Attention's linear layers and
+the KV cache are the same in all plans; norms and Python overhead are left out.
 """
 
 from __future__ import annotations
@@ -25,14 +24,13 @@ from torch_pi2.types.offload import OffloadConfig
 if TYPE_CHECKING:
     from torch_pi2.machine.hardware import Hardware
 
-#: Parts of a step, which add up to it. ``rest``: linear layers outside FFNs, and attention. ``io``: reads that are not
-#: hidden by computing, and the CPU time that they take from it.
+#: Parts that add up to a step. ``rest``: linear layers outside FFNs, and attention. ``io``: reads that compute does not
+#: hide, and their CPU time.
 PARTS = ("rest", "predictor", "hot", "cold", "io", "merge")
-#: The parts that :func:`ffn_ms` predicts.
 FFN_PARTS = ("predictor", "hot", "cold", "merge")
-#: Bytes of a number in matrix products on a GPU.
+#: Bytes of an operand of matrix products on a GPU.
 _PRODUCT_BYTES = 2
-#: What multiplying two signs takes, against two numbers.
+#: Cost of multiplying two signs, relative to two numbers.
 _SIGN = 0.25
 #: Prompt lengths at which a layer may switch to computing every neuron.
 _PROMPT_TOKENS = (*range(2, 17), *range(20, 33, 4), *range(40, 65, 8), 80, 96, 112, 128, 160, 192, 256, 320, 384, 512)
@@ -51,13 +49,13 @@ def step_ms(
     cache_bytes: int | None = None,
     offload: OffloadConfig = _DEFAULT,
 ) -> dict[str, float]:
-    """Milliseconds, by ``PARTS``, of a decoding step of ``batch`` sequences that have ``context`` tokens each.
+    """Milliseconds of a decoding step, by ``PARTS``, for ``batch`` sequences of ``context`` tokens each.
 
     Args:
-        hot: by layer, neurons that are computed without a predictor. accelerator: how many of them an accelerator
-            computes; empty: it has no part of the model.
-        resident: by layer, neurons (after the accelerator's) that never leave the cache; empty: none.
-        cache_bytes: size of a store's neuron cache; None: all neurons are in memory.
+        hot: neurons per layer that are computed without a predictor.
+        accelerator: how many of them an accelerator computes; empty: it is unused.
+        resident: neurons per layer, after the accelerator's, that never leave the cache; empty: none.
+        cache_bytes: size of the store's neuron cache; None: all neurons are in memory.
     """
     if not accelerator:
         hardware = without_gpu(hardware)
@@ -67,7 +65,7 @@ def step_ms(
     if cache_bytes is not None:
         slots = min(shape.slots, cache_bytes // shape.place_bytes)
         missed_L = expected_misses(shape, batch, slots, stay, hot, firsts)
-        cached = slots / shape.slots if all(whole_L) else 0.0  # then no layer takes another's place in the cache
+        cached = slots / shape.slots if all(whole_L) else 0.0  # then layers do not evict each other
     total = dict.fromkeys(PARTS, 0.0)
     total["rest"] = linear_ms(hardware, shape.head_kernel, batch, shape.head_bytes)
     for layer, h, first, stays, missed, whole in zip(shape.layers, hot, firsts, stay, missed_L.tolist(), whole_L):
@@ -85,18 +83,18 @@ def step_ms(
 
 
 def without_gpu(hardware: Hardware) -> Hardware:
-    """``hardware`` for a model that leaves a GPU, which would have all but cold neurons, unused."""
+    """``hardware`` without its GPU, for a model that runs on the CPU alone."""
     theirs = hardware.accelerator
     return replace(hardware, accelerator=None) if theirs is not None and theirs.holds_rest else hardware
 
 
-# --- which neurons a step wants ---
+# --- neurons that a step needs ---
 
 
 def expert_use(layer: LayerShape, batch: float) -> tuple[float, float]:
-    """Share of steps in which an expert has any of ``batch`` tokens, and how many it has then (1 and all: no expert).
+    """Share of steps that route any of ``batch`` tokens to an expert, and its mean number of tokens in those steps.
 
-    Tokens are taken to be routed independently: ``1 - (1 - chosen) ** batch``.
+    Routing is assumed independent: ``1 - (1 - chosen) ** batch``. For a dense FFN: 1 and ``batch``.
     """
     share = 1 - (1 - layer.chosen) ** batch
     return share, batch * layer.chosen / share
@@ -104,12 +102,11 @@ def expert_use(layer: LayerShape, batch: float) -> tuple[float, float]:
 
 @kept
 def predicted_share(layer: LayerShape, tokens: float) -> np.ndarray:
-    """Float64 ``[I]``: how often the predictor lets a neuron through for at least one of ``tokens`` tokens.
+    """Float64 ``[I]``: probability that the predictor selects a neuron for at least one of ``tokens`` tokens.
 
-    For one token ``recall f + q (1 - f)``, with one q for all neurons such that the mean over those from ``base_hot``
-    on is ``predicted_active`` of its card. For several, with k tokens for which the neuron fires, the share that is let
-    through for none is ``(1 - recall) ** k * (1 - q) ** (tokens - k)``; k is 0 or, where it fires for any, its mean
-    then. 1 without a predictor.
+    For one token it is ``recall f + q (1 - f)``; a common q makes the mean over cold neurons equal to the card's
+    ``predicted_active``. A neuron that fires for k of several tokens is never selected with probability
+    ``(1 - recall) ** k * (1 - q) ** (tokens - k)``; k is 0, or its mean when it fires. 1 without a predictor.
     """
     if layer.predictor is None:
         return np.ones(layer.intermediate)
@@ -126,7 +123,7 @@ def predicted_share(layer: LayerShape, tokens: float) -> np.ndarray:
 
 
 def cold_neurons(layer: LayerShape, batch: float, hot: int) -> float:
-    """Neurons beyond the hot ones that a step of ``batch`` tokens reads (under the exact gate: all, for their gate)."""
+    """Cold neurons that a step of ``batch`` tokens reads; with the exact gate all of them, for their gate rows."""
     use, tokens = expert_use(layer, batch)
     return use * float(_sums(layer, tokens)["predicted"][hot])
 
@@ -135,9 +132,9 @@ def cold_neurons(layer: LayerShape, batch: float, hot: int) -> float:
 def _sums(layer: LayerShape, tokens: float) -> dict[str, np.ndarray]:
     """Sums over the neurons from h on, for each h from 0 to I.
 
-    ``predicted``: neurons that the predictor lets through for any of the tokens. ``computed``: neurons of which more
-    than the gate is read. ``pairs``: (token, row) pairs that are multiplied where neurons are cold. ``hot_down``:
-    (token, neuron) pairs whose down row is used where neurons are hot.
+    ``predicted``: neurons selected for any of the tokens. ``computed``: neurons read beyond their gate row. ``pairs``:
+    multiplied (token, row) pairs of cold neurons. ``hot_down``: (token, neuron) pairs of hot neurons that use the down
+    row.
     """
     every_I, one_I, first_rows = np.ones(layer.intermediate), layer.frequency(1), layer.rows - 1
     if layer.predictor is not None:
@@ -169,9 +166,9 @@ def expected_misses(
 ) -> np.ndarray:
     """Float64 ``[layers]``: slots that a step of ``batch`` tokens reads with a cache of ``slots`` slots.
 
-    Every neuron is wanted independently, as often as its statistics say (hot ones in every step, the accelerator's in
-    none), and the cache has the most wanted ones, which is what ``lfu`` comes to. Real tokens repeat what the last
-    ones wanted, and miss less.
+    Neurons are taken as independent, with their measured frequencies (hot: every step; on the accelerator: never), and
+    the cache as holding the most frequent ones, the limit of ``lfu``. Real tokens repeat neurons of earlier ones and
+    miss less.
     """
     wanted_L, room = [], min(slots, shape.slots)
     for layer, count, h, first in zip(shape.layers, resident, hot, accelerator, strict=True):
@@ -181,7 +178,7 @@ def expected_misses(
     every = np.concatenate(wanted_L)
     if room >= len(every):
         return np.zeros(len(wanted_L))
-    # The cache has what is wanted more often than `least`, and the same share of each layer's slots that are wanted so.
+    # The cache holds slots used more often than `least`, and an equal share of each layer's slots at `least`.
     least = float(np.partition(every, len(every) - room - 1)[len(every) - room - 1])
     above, equal = int((every > least).sum()), int((every == least).sum())
     rest = least * (1 - (room - above) / equal)
@@ -189,7 +186,7 @@ def expected_misses(
 
 
 def resident_slots(layer: LayerShape, count: int, first: int) -> tuple[int, int]:
-    """The slots, from and to, of the ``count`` resident neurons after the accelerator's ``first``."""
+    """Half-open range of slots of the ``count`` resident neurons after the accelerator's ``first``."""
     begin = first // layer.cluster
     return begin, max(begin, min(layer.slots, -(-(first + count) // layer.cluster))) if count else begin
 
@@ -208,25 +205,24 @@ def _wanted_slots(layer: LayerShape, batch: int, hot: int, first: int) -> np.nda
     return wanted_S
 
 
-# --- what computing takes ---
+# --- compute ---
 
 
 def ffn_ms(layer: LayerShape, hardware: Hardware, batch: float, hot: int, accelerator: int = 0) -> dict[str, float]:
     """Milliseconds of a layer in one step of ``batch`` tokens, by ``FFN_PARTS``.
 
-    With h hot neurons, of which an accelerator has the first a:
+    With h hot neurons, the first a of them on an accelerator:
 
-    * ``predictor``: the rows of neurons from h on. 0 without one, and with h = I.
-    * ``hot`` and ``cold``: one call on the CPU, whose time is divided by bytes. The neurons of a to h are read in one
-      run; from h on the ones that the predictor lets through for any token are gathered (without a predictor the gate
-      rows of all and the rest of those that fire). With h = I and a = 0 it is a dense call.
-    * With an accelerator both sides work at once: ``max(accelerator, predictor + CPU)``, and not before the bytes of
-      both have come at ``shared_gb_per_s``. What the CPU's part does not hide is in ``hot``; ``merge`` is
-      ``merge_us`` a token.
-    * A GPU that holds the rest of the model (``holds_rest``) reads at its own speed, and ``merge`` is one ``merge_us``
-      wherever a < I. From so many tokens on it converts quantised neurons to 16 bits in each call.
+    * ``predictor``: rows of the neurons from h on; 0 without a predictor or with h = I.
+    * ``hot`` and ``cold``: one CPU call, its time split by bytes. Neurons a to h are read in order. From h on, neurons
+      selected for any token are gathered (exact gate: all gate rows, and the rest of neurons that fire). With h = I
+      and a = 0 the call is dense.
+    * An accelerator runs in parallel: ``max(accelerator, predictor + CPU)``, bounded by the bytes of both at
+      ``shared_gb_per_s``. Its excess over the CPU counts as ``hot``; ``merge`` is ``merge_us`` per token.
+    * A GPU that holds the rest of the model (``holds_rest``) reads at its own bandwidth; ``merge`` is one ``merge_us``
+      if a < I. Large batches convert quantised neurons to 16 bits in each call.
 
-    All is multiplied by the share of steps in which an expert has tokens (:func:`expert_use`); experts share a call.
+    Times of an expert are scaled by its share of steps (:func:`expert_use`); experts share a call.
     """
     use, tokens = expert_use(layer, batch)
     calls = 1 / (layer.experts * use) if layer.chosen < 1 else 1.0
@@ -274,7 +270,7 @@ def _accelerator_us(layer: LayerShape, hardware: Hardware, tokens: float, neuron
     assert theirs is not None
     quantised = theirs.holds_rest and layer.weights in QUANTIZED
     if quantised and tokens >= products_from(layer.weights, layer.hidden, _PRODUCT_BYTES):
-        bits += 2 * 8 * _PRODUCT_BYTES  # converted: written and read once more
+        bits += 2 * 8 * _PRODUCT_BYTES  # converted: one more write and read
     batch = max(1, round(tokens))
     return theirs.ffn_us(batch=batch, neurons=neurons, hidden=layer.hidden, rows=layer.rows, weight_bits=bits)
 
@@ -287,13 +283,13 @@ def linear_ms(hardware: Hardware, kernel: str, tokens: float, nbytes: int) -> fl
 
 
 def rest_ms(layer: LayerShape, hardware: Hardware, batch: int, context: int) -> float:
-    """Milliseconds of the block before a layer: its linear layers, and reading keys and values from memory."""
+    """Milliseconds of the attention before a layer: its linear layers, and reading the KV cache."""
     kv_ms = batch * context * layer.kv_bytes / hardware.memory_gb_per_s / 1e6
     return linear_ms(hardware, layer.attention_kernel, batch, layer.attention_bytes) + kv_ms
 
 
 def prompt_ffn_ms(layer: LayerShape, hardware: Hardware, tokens: int, hot: int) -> float:
-    """Milliseconds of a layer for a prompt, computed sparsely in passes of 64 tokens (dense if all are hot: one)."""
+    """Milliseconds of a layer for a prompt: sparse in passes of 64 tokens, or dense in one if all neurons are hot."""
     whole, rest = divmod(tokens, constants().pass_tokens)
     passes = [constants().pass_tokens] * whole + [rest] if hot < layer.intermediate else [tokens]
     ms = {n: math.fsum(ffn_ms(layer, hardware, n, hot).values()) for n in set(passes) if n}
@@ -301,7 +297,7 @@ def prompt_ffn_ms(layer: LayerShape, hardware: Hardware, tokens: int, hot: int) 
 
 
 def switch_point(hardware: Hardware, layer: LayerShape, hot: int) -> int:
-    """From how many tokens in one call (at most 512) it is faster to compute every neuron of a layer; 0: never."""
+    """Number of tokens per call (at most 512) from which computing every neuron is faster; 0: never."""
     at = 0
     for tokens in reversed(_PROMPT_TOKENS):
         every, sparse = (prompt_ffn_ms(layer, hardware, tokens, n) for n in (layer.intermediate, hot))
@@ -311,11 +307,11 @@ def switch_point(hardware: Hardware, layer: LayerShape, hot: int) -> int:
     return at
 
 
-# --- what reading takes ---
+# --- reads ---
 
 
 def reads_whole(layer: LayerShape, hardware: Hardware, batch: int, hot: int, first: int = 0) -> bool:
-    """Whether a step of so many tokens reads the layer as a prompt does: in order, and past the cache."""
+    """Whether a step of ``batch`` tokens streams the layer past the cache, as prompts do."""
     if hot < layer.intermediate or first or layer.experts > 1:
         return False
     tiles = layer.kernel.endswith("/int8") and hardware.machine.get("kernels", "").endswith("vnni")
@@ -331,13 +327,12 @@ def reads(
     resident: int,
     config: OffloadConfig,
 ) -> tuple[float, float, float]:
-    """Number of reads of a layer in a step; milliseconds of the drive for cold neurons, and for hot ones.
+    """Reads of a layer in a step: their number, and the drive's milliseconds for cold and for hot neurons.
 
-    Cold neurons are missed before hot ones, which every step wants; the hot ones that are missed lie together and come
-    in one stream. Slots that are near each other come with one read (csrc/engine/read_batch.h: up to ``run_bytes``,
-    with at most ``gap_bytes`` between two): if missed slots are spread evenly, d of those that are not resident, the
-    next one is near with the share ``1 - (1 - d) ** (1 + gap_bytes / slot)``. The store itself needs ``slot_us`` for
-    each slot, which counts where the drive is faster.
+    Misses are cold neurons first; missed hot neurons are adjacent and stream. Nearby slots share a read
+    (csrc/engine/read_batch.h: up to ``run_bytes``, gaps up to ``gap_bytes``). With misses spread evenly at density d
+    over the slots that are not resident, the next one is near with probability ``1 - (1 - d) ** (1 + gap_bytes /
+    slot)``. The store needs at least ``slot_us`` per slot.
     """
     if missed <= 0:
         return 0.0, 0.0, 0.0
@@ -351,8 +346,7 @@ def reads(
     step = sum(k * density * (1 - density) ** (k - 1) for k in range(1, reach + 1)) / near  # slots to the next one
     nbytes = cold * (layer.slot_bytes + near * (step - 1) * slot)
     found = max(cold * (1 - density) ** reach, nbytes / max(config.run_bytes, layer.slot_bytes))
-    # Where most is missed, more misses are fewer and longer reads. The most reads there can be are counted then, so
-    # that fewer misses never take longer.
+    # At high density more misses mean fewer, longer reads. Counting the peak keeps the time monotone in misses.
     peak = min(density, 1 / (reach + 1))
     counted = max(peak * others * (1 - peak) ** reach, found)
     # only in_flight of a layer's chunks have reads under way
@@ -364,14 +358,13 @@ def reads(
 def _io_ms(
     hardware: Hardware, found: tuple[float, float, float], ms: Mapping[str, float], whole: bool, on_accelerator: bool
 ) -> float:
-    """Milliseconds by which reads, as :func:`reads` counts them, make a layer longer.
+    """Milliseconds that reads, as counted by :func:`reads`, add to a layer.
 
-    A layer that is read whole is read while the one before, and what is between them, is computed.
+    A layer that is read whole overlaps with the previous layer and the attention between.
 
-    Otherwise reads of cold neurons begin when the predictor has spoken. A layer is computed in chunks in the order in
-    which they arrive, so that all but one of them hide behind the other side, whichever takes longer:
-    ``max(R + C / chunks, C + R / chunks)`` instead of ``C``. Each read also takes CPU time, which threads share. With
-    neurons on an accelerator the hot neurons that are missing are read while what comes before the layer is computed.
+    Otherwise reads start after the predictor and chunks are computed as they arrive, so that reading R and compute C
+    overlap but for one chunk: ``max(R + C / chunks, C + R / chunks)`` instead of ``C``. Threads share the CPU time of
+    reads. With an accelerator, missed hot neurons are read during the attention before the layer.
     """
     (count, cold, hot), compute = found, ms["hot"] + ms["cold"]
     if whole:

@@ -1,11 +1,11 @@
-"""``plan_for``: how a model runs on one machine, by the number of sequences; PowerInfer-2's hardware plan, solved.
+"""``plan_for``: the hardware plan of PowerInfer-2: how a model runs on one machine, by batch size.
 
-For each batch size a neuron is hot if a large enough share of steps wants it. A few shares are tried, from none beyond
-what the layers need to all neurons, and the one with the fastest predicted step (:mod:`torch_pi2.planner.cost`) is
-taken. In memory that is nearly always the usual share. Over a store it finds the one case that measures a gain
-(docs/RESULTS.md): where the union of what a batch wants is expected to be large, a layer is read whole.
+For each batch size a neuron is hot if it is active in a large enough share of steps. Several shares are tried, and the
+one with the fastest predicted step (:mod:`torch_pi2.planner.cost`) wins. In memory that is nearly always the default.
+Over a store it finds the one case with a measured gain (docs/RESULTS.md): a layer is read whole where the union of a
+batch's active neurons is expected to be large.
 
-An accelerator's memory, which all batch sizes share, is divided among layers by an integer program over the same times
+An accelerator's memory, shared by all batch sizes, is divided among layers by an integer program over the same times
 (:mod:`torch_pi2.planner.integer_program`).
 """
 
@@ -27,7 +27,6 @@ from torch_pi2.errors import CalibrationError
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.machine.find import find_hardware
 from torch_pi2.machine.hardware import Hardware
-from torch_pi2.ops.constants import constants
 from torch_pi2.planner.cost import ffn_ms, switch_point, without_gpu
 from torch_pi2.planner.integer_program import choose
 from torch_pi2.planner.model_shape import LayerShape, ModelShape
@@ -38,11 +37,11 @@ from torch_pi2.types.method import Method
 from torch_pi2.types.plan import ACCELERATOR_CHUNK, OFFLOAD_SETTINGS, Bucket, HardwarePlan, Plan, PromptPlan
 from torch_pi2.types.stats import ActivationStats
 
-#: Shares of steps from which on a neuron is hot, the usual one first. 0: all neurons; above 1: none.
+#: Shares of steps from which a neuron is hot, the default first. 0: all neurons; above 1: none.
 HOT_SHARES = (0.5, 0.0, 0.05, 0.1, 0.2, 0.35, 0.75, 0.9, 1.1)
-#: The usual share is taken if it is slower by less than this: predictions are not more exact.
+#: The default share wins if it is slower by less than this: predictions are no more exact.
 _NEAR = 0.02
-#: Hot neurons are a multiple of this (runs of neurons are then whole pages), or all.
+#: Hot neurons are a multiple of this, so that runs of neurons are whole pages, or all.
 _STEP = 64
 #: A layer with at least this share of its neurons hot has all of them hot: one long read instead of many.
 _WHOLE = 0.9
@@ -62,28 +61,28 @@ def plan_for(
     fixed_hot_set: bool = False,
     progress: bool = False,
 ) -> Plan:
-    """The model's plan with a part for ``hardware``: what is hot, resident and cached for each number of sequences.
+    """The model's plan with a part for ``hardware``: hot, resident and cached neurons for each batch size.
 
     ::
 
         torch_pi2.follow(model, torch_pi2.plan_for(model, "measured"))
 
     Args:
-        model: optimised or loaded, in memory or over a store; it is not changed.
+        model: optimised or loaded, in memory or over a store; not modified.
         hardware: ``measured`` (``torch-pi2 doctor --measure``), a preset (``sm8650-ufs4.0``), a file, or a profile.
-        stats: how often neurons fire (default: those that the model was optimised with, or its folder has).
-        budget: bytes of memory (or ``"2.5GiB"``) of a model over a store; None: everything is in memory.
-        accelerator_memory: for hot neurons there.
-        batches: numbers of sequences to plan for. context: tokens of each sequence that memory is planned for.
-        fixed_hot_set: the same hot neurons at all batch sizes, so that results do not depend on the batch even where
-            predictors miss some.
+        stats: firing frequencies (default: those the model was optimised with, or those in its folder).
+        budget: bytes of memory (or ``"2.5GiB"``) for a model over a store; None: everything is in memory.
+        accelerator_memory: bytes for hot neurons on the accelerator.
+        batches: batch sizes to plan for. context: tokens per sequence for which memory is planned.
+        fixed_hot_set: same hot neurons at all batch sizes, so that results do not depend on the batch even where
+            predictors miss neurons.
         progress: show a bar on standard error (in terminals) if planning takes over two seconds.
 
     Raises:
         CalibrationError: there are no statistics.
-        ConfigError: the model is dense, no such hardware, a budget that is too small (the smallest that is enough is
-            named), or other settings that make no sense.
-        UnsupportedModelError: accelerator memory for neurons of two formats, which it cannot have.
+        ConfigError: the model is dense, the hardware is unknown, the budget is too small (the message has the
+            minimum), or another setting is invalid.
+        UnsupportedModelError: accelerator memory for neurons of two formats.
     """
     state = get_state(model)
     known = stats or state.stats or stored_stats(model)
@@ -109,13 +108,13 @@ def plan_for(
 
 
 def without_hot(plan: Plan) -> Plan:
-    """``plan`` with no hot neurons in ``exact`` layers, where they change no bit and need no predictor's rows."""
+    """``plan`` without hot neurons in ``exact`` layers, where they do not affect results."""
     layers = [replace(layer, n_hot=0) if layer.method == Method.EXACT else layer for layer in plan.layers]
     return Plan(layers, plan.model_hash, dict(plan.made_by))
 
 
 def with_hardware(plan: Plan, hardware: HardwarePlan) -> Plan:
-    """``plan`` with ``hardware`` as its part for a machine; ``exact`` layers get the fewest hot of all buckets."""
+    """``plan`` with ``hardware`` attached; ``n_hot`` of ``exact`` layers is the least of all buckets."""
     layers = []
     for index, layer in enumerate(plan.layers):
         fewest = min(bucket.hot[index] for bucket in hardware.buckets)
@@ -124,10 +123,10 @@ def with_hardware(plan: Plan, hardware: HardwarePlan) -> Plan:
 
 
 def plannable_gpu_bytes(model: nn.Module, hardware: Hardware, gpu_bytes: int) -> int:
-    """How many of ``gpu_bytes`` a plan for ``hardware`` divides among neurons of ``model``.
+    """How many of ``gpu_bytes`` a plan for ``hardware`` can give to neurons of ``model``.
 
-    0, if the profile was measured without a GPU, or layers have thresholds or are experts, whose neurons may not be
-    hot. What else a neuron has (biases, its order) is subtracted: a plan counts rows alone.
+    0 if the profile has no GPU, or if layers have thresholds or are experts, whose neurons cannot be hot. Biases and
+    orders are subtracted, as plans count rows alone.
     """
     theirs, layers = hardware.accelerator, sparse_layers(model)
     never_hot = any(layer.method == Method.THRESHOLD or layer.site.experts is not None for layer in layers)
@@ -138,12 +137,7 @@ def plannable_gpu_bytes(model: nn.Module, hardware: Hardware, gpu_bytes: int) ->
 
 
 def solve(request: Request, *, progress: bool = False) -> HardwarePlan:
-    """The plan for a machine. The same request gives the same plan.
-
-    Raises:
-        ConfigError: a budget that is too small, or settings that make no sense. UnsupportedModelError: accelerator
-            memory for neurons of two formats.
-    """
+    """The plan for a machine, deterministic. Raises what :func:`~torch_pi2.planner.request.check` does."""
     check(request)
     plans: dict[int, tuple[Counts, Counts]] = {}
     if request.accelerator_bytes:
@@ -170,18 +164,18 @@ def solve(request: Request, *, progress: bool = False) -> HardwarePlan:
         accelerator_bytes=request.accelerator_bytes,
         context=request.context,
         buckets=tuple(buckets),
-        prompt=PromptPlan(_dense_from(request, last), constants().prompt_tokens),
+        prompt=PromptPlan(_dense_from(request, last)),
         offload={name: getattr(request.offload, name) for name in OFFLOAD_SETTINGS} if request.stored else {},
-        # where all cores compute, threads that wait for reads share theirs
+        # where all cores compute, I/O threads share them
         threads={"compute": hardware.threads, "io": int(request.stored and hardware.cores > hardware.threads)},
         cluster=request.shape.layers[0].cluster,
     )
 
 
 def hot_count(layer: LayerShape, batch: int, share: float, step: int = _STEP) -> int:
-    """Neurons that at least ``share`` of the steps of ``batch`` sequences want: ``base_hot``, a multiple, or all.
+    """Neurons active in at least ``share`` of the steps of ``batch`` sequences, rounded to ``step``, or all.
 
-    ``base_hot`` where hot neurons are part of the method (dense, threshold), and for experts, of which none are.
+    Always ``base_hot`` for dense and threshold layers and for experts.
     """
     if layer.method in (Method.DENSE, Method.THRESHOLD) or layer.experts > 1 or layer.chosen < 1:
         return layer.base_hot
@@ -192,13 +186,12 @@ def hot_count(layer: LayerShape, batch: int, share: float, step: int = _STEP) ->
 
 
 def _candidates(request: Request, group: Sequence[int], step: int = _STEP) -> list[Counts]:
-    """Hot neurons by share, the usual one first. Each once."""
     by_share = [tuple(hot_count(y, group[0], share, step) for y in request.shape.layers) for share in HOT_SHARES]
     return list(dict.fromkeys(by_share))
 
 
 def _hot(request: Request, group: tuple[int, ...]) -> Counts:
-    """The hot neurons with the fastest steps, or the usual ones if they are hardly slower."""
+    """The hot neurons with the fastest steps, or those of the default share if hardly slower."""
     candidates = _candidates(request, group)
     best = min(candidates, key=lambda hot: _ms(request, group, hot))
     return candidates[0] if _ms(request, group, candidates[0]) <= (1 + _NEAR) * _ms(request, group, best) else best
@@ -213,11 +206,11 @@ def _ms(request: Request, group: Sequence[int], hot: Counts, accelerator: Counts
 
 
 def _with_accelerator(request: Request) -> dict[int, tuple[Counts, Counts]]:
-    """By batch size, hot neurons and those of them on the accelerator.
+    """Batch size -> hot neurons, and those of them on the accelerator.
 
-    Its memory holds the same neurons at all batch sizes. A GPU, which has the rest of the model, computes them at every
-    batch size; an NPU computes fewer where that is faster. What is read of a store is not part of a layer's time:
-    which further neurons are hot is then chosen among the shares, by whole steps.
+    The accelerator's memory holds the same neurons at all batch sizes. A GPU with the rest of the model computes all of
+    them; an NPU computes fewer where that is faster. Layer times exclude reads from a store: further hot neurons are
+    then chosen among the shares, by whole steps.
     """
     layers = request.shape.layers
     firsts = [_chunks(layer) for layer in layers]
@@ -237,7 +230,7 @@ def _with_accelerator(request: Request) -> dict[int, tuple[Counts, Counts]]:
 def _options(
     request: Request, group: Sequence[int], firsts: Sequence[Sequence[int]]
 ) -> list[list[tuple[float, int, int]]]:
-    """By layer, for each number of neurons that the accelerator may hold: milliseconds, hot neurons, and used ones."""
+    """Per layer and number of neurons the accelerator may hold: (milliseconds, hot neurons, neurons it computes)."""
     theirs, options = request.hardware.accelerator, []
     shared = theirs is not None and not theirs.holds_rest
     hots = [set(counts) for counts in zip(*_candidates(request, group, ACCELERATOR_CHUNK), strict=True)]
@@ -252,14 +245,14 @@ def _options(
 
 
 def _chunks(layer: LayerShape) -> list[int]:
-    """Numbers of neurons that an accelerator may have: whole chunks, or all; none of experts and with thresholds."""
+    """Numbers of neurons an accelerator may hold: whole chunks, or all; none of experts and threshold layers."""
     if layer.experts > 1 or layer.chosen < 1 or layer.method == Method.THRESHOLD:
         return [0]
     return [*range(0, layer.intermediate, ACCELERATOR_CHUNK), layer.intermediate]
 
 
 def _dense_from(request: Request, last: Bucket) -> Counts:
-    """By layer, the length from which on prompts are computed dense; longer than any step. ``last``: largest bucket."""
+    """By layer, the prompt length from which to compute dense; above any step. ``last``: the largest bucket."""
     hardware = without_gpu(request.hardware)
     found = [switch_point(hardware, layer, hot) for layer, hot in zip(request.shape.layers, last.hot, strict=True)]
     return tuple(max(at, last.batch + 1) if at else 0 for at in found)

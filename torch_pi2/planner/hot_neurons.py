@@ -1,7 +1,6 @@
-"""Which neurons are hot: those that fire most often; and by layer the cheapest method for the others.
+"""The greedy plan: the most frequent neurons are hot; the others get the cheapest method, by layer.
 
-This greedy plan uses measured frequencies alone. A plan for a machine (:mod:`torch_pi2.planner.for_machine`) chooses
-the numbers of hot neurons anew.
+It uses measured frequencies alone. :mod:`torch_pi2.planner.for_machine` chooses hot neurons anew for a machine.
 """
 
 from __future__ import annotations
@@ -31,24 +30,22 @@ _log = logging.getLogger("torch_pi2")
 
 
 def gate_method(site: FFNSite) -> str:
-    """The method that needs no predictor: ``exact`` where the activation has exact zeros, else ``threshold``."""
+    """The method without a predictor: ``exact`` where the activation has exact zeros, else ``threshold``."""
     assert site.activation in ACTIVATIONS
     return Method.EXACT if exact_zeros(site.activation) else Method.THRESHOLD
 
 
 def gate_share(site: FFNSite, active: float) -> float:
-    """The share of a cold neuron's bytes that is read if all first rows are computed, and the rest where they fire."""
+    """Share of a cold neuron's bytes read without a predictor: its first row, and the others if it fires."""
     rows = site.rows_per_neuron
     return (1 + (rows - 1) * active) / rows
 
 
 def hot_cut(site: FFNSite, stats: LayerStats, config: Config) -> float:
-    """Firing frequency from which a neuron is hot, when a predictor chooses among the others.
+    """Firing frequency from which a neuron is hot when a predictor selects the others; infinity for experts.
 
-    No neuron of an expert is hot: an expert sees only some of the tokens.
-    ``config.hot_frequency`` for ReLU-family layers. Where firing is defined by a threshold, the average neuron fires
-    ``1 - sparsity`` of the time by definition, so the cut lies as far above that as hot_frequency lies above 0; with
-    ``max_loss`` as often as ``stats`` say.
+    ``config.hot_frequency`` for ReLU-family layers. With a threshold the average neuron fires ``1 - sparsity`` of the
+    time (``max_loss``: as measured), and the cut lies as far above that as hot_frequency lies above 0.
     """
     if site.experts is not None:
         return math.inf
@@ -64,11 +61,10 @@ def plan_layer(
     """Plan one FFN, or expert, from its statistics.
 
     Args:
-        weight_bytes: of one FFN weight, to compare what a predictor reads with what it saves.
+        weight_bytes: of one FFN weight, to compare the bytes a predictor reads with those it saves.
 
     Raises:
-        ConfigError: ``lowrank`` is asked for and there is no predictor, or the statistics were taken with another
-            ``sparsity`` than the one to plan for.
+        ConfigError: the method needs a predictor and there is none, or the statistics have another ``sparsity``.
     """
     stats = all_stats[site.key]
     frequency_I = stats.frequency()
@@ -86,14 +82,14 @@ def plan_layer(
 
     active = float(frequency_I.mean())
     if gate == Method.THRESHOLD:
-        # Hot neurons would be spared the threshold and gain nothing for it: their gates are computed anyway.
+        # hot neurons would skip the threshold and save nothing, as all gates are computed anyway
         gated = LayerPlan(site, gate, 0, order, stats.threshold, active, stats.thresholds)
     elif gate_method(site) == "exact":
         cold_I = order[n_hot:].long()
         gated = LayerPlan(site, gate, n_hot, order, 0.0, float(frequency_I[cold_I].mean()))
     else:
         gated = LayerPlan(site, gate, n_hot, order, 0.0, 1.0)
-    if cuts(site.activation):  # needs all of its gates, which a predictor would leave out
+    if cuts(site.activation):  # needs all gates, which a predictor would skip
         return gated
     if predictor is None or predictor.card is None:
         if config.method in PREDICTED:
@@ -120,13 +116,13 @@ def plan_layer(
 
 
 def predicted_bytes(layer: LayerPlan, weight_bytes: int) -> int:
-    """Bytes that a token reads of a layer with a predictor, on average: hot neurons and predicted ones."""
+    """Mean bytes that a token reads with a predictor: hot neurons and predicted ones."""
     neuron_bytes = layer.site.rows_per_neuron * layer.site.hidden * weight_bytes
     return layer.n_hot * neuron_bytes + int(layer.expected_active * layer.n_cold * neuron_bytes)
 
 
 def gated_bytes(site: FFNSite, active: float, weight_bytes: int) -> float:
-    """Bytes that a token reads of a layer without a predictor, if the share ``active`` of its neurons fires."""
+    """Mean bytes that a token reads without a predictor, if the share ``active`` of the neurons fires."""
     return site.intermediate * gate_share(site, active) * site.rows_per_neuron * site.hidden * weight_bytes
 
 
@@ -137,9 +133,9 @@ def plan_experts(
     config: Config,
     weight_bytes: int,
 ) -> list[LayerPlan]:
-    """:func:`plan_layer` for the experts of one module, all with one method: one operator computes them.
+    """:func:`plan_layer` for the experts of one module, which share an operator and hence the method.
 
-    With ``auto`` predictors are used where they make the experts together read less, and all have one of one size.
+    ``auto`` uses predictors if every expert has one of the same kind and together they read less.
     """
     layers = [plan_layer(site, stats, predictors.get(site.key), config, weight_bytes) for site in sites]
     if len({layer.method for layer in layers}) == 1:
@@ -187,7 +183,7 @@ def greedy_plan(
     config: Config,
     weight_bytes: int = 2,
 ) -> Plan:
-    """The plan of a whole model; ``made_by`` records the settings and what they were measured on."""
+    """The plan of a whole model; ``made_by`` records settings and calibration."""
     fitted = predictors or {}
     layers: list[LayerPlan] = []
     for name, group in groupby(sites, key=lambda site: site.experts):
@@ -200,10 +196,10 @@ def greedy_plan(
 
 
 def plan_without_data(sites: Sequence[FFNSite], model_hash: str, config: Config) -> Plan:
-    """Exact gate (or dense) in the model's own neuron order: needs no calibration and is lossless."""
+    """Exact gate (or dense) in the model's own neuron order: lossless, without calibration."""
     layers = []
     for site in sites:
-        # nothing of an expert is hot: exact, the same bits
+        # experts have no hot neurons: exact gives the same bits
         dense = config.method == Method.DENSE and site.experts is None
         order = torch.arange(site.intermediate, dtype=torch.int32)
         method = Method.DENSE if dense else Method.EXACT

@@ -1,7 +1,7 @@
 """PowerInfer's integer program (arXiv 2312.12456, section 6.3): how many neurons of each layer an accelerator holds.
 
-PowerInfer maximises how often the neurons on the GPU fire. Here the objective is the predicted time, with the same
-constraints: an accelerator's memory, and one choice for each layer.
+PowerInfer maximises the firing frequency of neurons on the GPU. Here the objective is predicted time, under the same
+constraints: the accelerator's memory, and one choice per layer.
 """
 
 from __future__ import annotations
@@ -10,18 +10,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-#: Relative distance to the optimum at which the search ends, and seconds after which it ends in any case.
+#: Relative gap at which the search stops, and its time limit in seconds.
 GAP, SECONDS = 1e-4, 20.0
 
 
 def choose(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], capacity: int) -> list[int]:
-    """Choose one option for each layer, so that all fit into ``capacity`` together and the sum of costs is least.
+    """Choose one option per layer with the least total cost whose sizes fit into ``capacity`` together.
 
-    This is the multiple-choice knapsack, solved by HiGHS (``scipy.optimize.milp``). The first option of each layer must
-    have size 0, and its sizes ascend. Only if the time limit runs out can two runs differ.
-
-    Args:
-        costs, sizes: of the options of each layer.
+    A multiple-choice knapsack, solved by HiGHS (``scipy.optimize.milp``); deterministic unless the time limit is hit.
+    ``costs``, ``sizes``: of the options of each layer; sizes ascend from 0.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array
@@ -42,7 +39,7 @@ def choose(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], cap
         constraints=[fits, LinearConstraint(one_each, 1.0, 1.0)],
         options={"time_limit": SECONDS, "mip_rel_gap": GAP},
     )
-    if solution.x is None:  # nothing was found in time
+    if solution.x is None:  # time limit
         return [0] * len(costs)
     picked = [int(np.argmax(options)) for options in np.split(solution.x, ends[:-1])]
     # HiGHS keeps constraints within 1e-6 only; bytes are a hard limit here.

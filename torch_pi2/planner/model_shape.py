@@ -1,7 +1,4 @@
-"""What a model asks of a machine: sizes, formats and firing frequencies by layer.
-
-:func:`torch_pi2.planner.cost.step_ms` predicts milliseconds from it.
-"""
+"""``ModelShape``: sizes, formats and firing frequencies by layer, the cost model's input."""
 
 from __future__ import annotations
 
@@ -50,12 +47,12 @@ L = TypeVar("L", bound="LayerShape")
 
 
 def numbers(kernel: str, nbytes: float) -> float:
-    """How many weights ``nbytes`` bytes are; ``kernel``: format of ``weights/activations``."""
+    """Number of weights in ``nbytes`` bytes; ``kernel``: ``weights/activations``."""
     return 8 * nbytes / FORMATS[kernel.partition("/")[0]].bits_per_weight
 
 
 def kept(function: Callable[[L, float], T]) -> Callable[[L, float], T]:
-    """``function`` of a layer and a number, whose results are kept in the layer: sums over neurons are slow."""
+    """Cache the results of a function of a layer and a number in the layer: sums over neurons are slow."""
 
     @wraps(function)
     def known(layer: L, number: float) -> T:
@@ -70,24 +67,24 @@ def kept(function: Callable[[L, float], T]) -> Callable[[L, float], T]:
 
 @dataclass(frozen=True, eq=False)
 class LayerShape:
-    """One FFN, or one expert, and the attention before it. Neurons are in plan order: the most frequent first.
+    """One FFN or expert, and the attention before it. Neurons are in plan order, the most frequent first.
 
     Attributes:
-        key: of the site. hidden, intermediate, rows: H, I, and rows of H numbers a neuron (3 gated, 2 plain).
-        neuron_bytes: of a neuron in memory. slot_bytes: of ``cluster`` of them in the cache of a store, which is what
-            is read for them. stored_bytes: from one slot to the next in the file (0: as ``pack`` aligns them).
+        key: of the site. hidden, intermediate, rows: H, I, and rows per neuron (3 gated, 2 plain).
+        neuron_bytes: of a neuron in memory. slot_bytes: of a cache slot with ``cluster`` neurons. stored_bytes:
+            distance between slots in the file (0: as ``pack`` aligns them).
         kernel: ``weights/activations``, such as ``int4/int8``, ``bfloat16/float`` or ``q4_k+int8/float``.
-        method: a :class:`torch_pi2.types.method.Method`. exact_zeros: neurons that do not fire add exactly zero, and
-            their down rows are not read (activations of the ReLU family).
-        predictor: the kernel whose linear layers take as long as its matrices, or None. rank: of a low-rank one, else
-            0. predictor_bytes: as if no neuron were hot. recall: share of firing pairs that it finds.
-            predicted_active: mean share of the neurons from ``base_hot`` on that it lets through, for one token.
-        chosen: share of tokens that an expert gets (1: no expert). experts: how many share one call.
-        attention_bytes, attention_kernel: the linear layers before the FFN. kv_bytes: keys and values of one token in
-            this block. 0 where the FFN is not the first of its block.
-        base_hot: the fewest hot neurons, ``LayerPlan.n_hot``: there is no predictor for those before.
-        frequencies: (tokens, float64 ``[I]``): share of steps of so many tokens, of different sequences, in which the
-            neuron fires for at least one; of an expert, of so many tokens that it gets. Ascending, the first is 1.
+        method: a :class:`torch_pi2.types.method.Method`. exact_zeros: inactive neurons add exactly zero and their down
+            rows are not read (ReLU family).
+        predictor: the kernel that times its matrices, or None. rank: of a low-rank predictor, else 0.
+            predictor_bytes: as if no neuron were hot. recall: of firing pairs. predicted_active: mean share of the
+            neurons from ``base_hot`` on that it selects for one token.
+        chosen: share of tokens routed to an expert (1: no expert). experts: how many share one call.
+        attention_bytes, attention_kernel: linear layers before the FFN. kv_bytes: of one token in this block. 0 if the
+            FFN is not the first of its block.
+        base_hot: the fewest hot neurons, ``LayerPlan.n_hot``; the predictor has no rows for them.
+        frequencies: (tokens, float64 ``[I]``): share of steps of so many tokens, of different sequences (experts:
+            routed to it), in which the neuron fires for at least one. Ascending from 1.
     """
 
     key: str
@@ -117,7 +114,6 @@ class LayerShape:
 
     @property
     def weights(self) -> str:
-        """Format of the weights, or the two formats."""
         return self.kernel.partition("/")[0]
 
     @property
@@ -129,12 +125,11 @@ class LayerShape:
 
     @property
     def slots(self) -> int:
-        """Slots of the layer in a store."""
         return -(-self.intermediate // self.cluster)
 
     @property
     def file_slot_bytes(self) -> int:
-        """From one slot to the next in a store's file."""
+        """Distance between slots in a store's file."""
         return self.stored_bytes or slot_bytes(self.cluster * self.neuron_bytes)
 
     def entry(self, layer: int) -> LayerEntry:
@@ -148,9 +143,9 @@ class LayerShape:
     def frequency(self, batch: float) -> np.ndarray:
         """Float64 ``[I]``: how often a neuron fires for at least one of ``batch`` tokens of different sequences.
 
-        Between measured sizes the next smaller and larger are interpolated in log2(batch), as
-        :meth:`torch_pi2.types.stats.LayerStats.frequency` does. Beyond the largest, n, groups of n tokens are
-        taken as independent: ``1 - (1 - f(n)) ** (batch / n)``, an overestimate where tokens are alike.
+        Interpolated in log2(batch) between measured sizes, as in :meth:`torch_pi2.types.stats.LayerStats.frequency`.
+        Beyond the largest size n, groups of n tokens count as independent: ``1 - (1 - f(n)) ** (batch / n)``, an
+        overestimate for similar tokens.
         """
         largest, f_I = self.frequencies[-1]
         if batch >= largest:
@@ -168,8 +163,8 @@ class ModelShape:
 
     Attributes:
         layers: in plan order. hidden: of the residual stream.
-        head_bytes, head_kernel: of the matrix that makes logits.
-        fixed_bytes: in memory always: all but predictors, keys and values, and neurons.
+        head_bytes, head_kernel: of the output projection.
+        fixed_bytes: everything but predictors, the KV cache and neurons.
         activations: of a prompt, see :func:`torch_pi2.decode.budget.activation_sizes`.
     """
 
@@ -182,7 +177,6 @@ class ModelShape:
 
     @property
     def slots(self) -> int:
-        """Slots of the model in a store."""
         return sum(layer.slots for layer in self.layers)
 
     @cached_property
@@ -192,14 +186,11 @@ class ModelShape:
 
     @property
     def place_bytes(self) -> int:
-        """Bytes of a slot in the cache of a store; the same for all layers."""
+        """Bytes of a cache slot; the same for all layers."""
         return max(layer.slot_bytes for layer in self.layers)
 
     def budget(self, cache_bytes: int, *, batch: int, context: int, config: OffloadConfig) -> Budget:
-        """The memory of a model over a store with such a cache, as :mod:`torch_pi2.decode.budget` counts it.
-
-        ``kv`` is for ``batch`` sequences of ``context`` tokens. ``token`` is 0, ``total`` the sum of all parts.
-        """
+        """Memory over a store with this cache, as :mod:`torch_pi2.decode.budget` counts it; ``token`` is 0."""
         entries = [layer.entry(0) for layer in self.layers]
         staging, tables, _ = engine_bytes(entries, config)
         place = self.place_bytes
@@ -224,15 +215,10 @@ class ModelShape:
     def of(model: nn.Module, stats: ActivationStats, plan: Plan) -> ModelShape:
         """The shape of an optimised model, in memory or over a store.
 
-        Linear layers other than FFNs and the head are divided evenly among its blocks. What a profile has no kernels
-        for is timed as :func:`torch_pi2.machine.hardware.timed_as` says.
-
-        Args:
-            stats: of the model (profiled, or watched while it ran).
-            plan: that it was made with.
+        Linear layers other than FFNs and the head are divided evenly among its blocks. ``plan``: the model's own.
 
         Raises:
-            ConfigError: no optimised model, or not with this plan; no statistics of a layer.
+            ConfigError: the model is dense or has another plan, or a layer has no statistics.
             StaleArtifactError: statistics of other weights.
         """
         check_made_from(
@@ -269,7 +255,7 @@ def _shape_of(model: Any, stats: ActivationStats, plan: Plan) -> ModelShape:
 
 
 def _fixed_bytes(model: nn.Module) -> int:
-    """Bytes of all tensors, each once, but neurons, their orders, and predictors."""
+    """Bytes of all tensors except neurons, orders and predictors; shared storage counts once."""
     seen: dict[int, int] = {}
     for module in model.modules():
         sparse = isinstance(module, SparseFFN | SparseExperts)
@@ -281,7 +267,7 @@ def _fixed_bytes(model: nn.Module) -> int:
 
 
 def _layers(model: nn.Module, stats: ActivationStats, plan: Plan) -> list[LayerShape]:
-    """The FFNs, without what is before them. Raises ConfigError: ``model`` has other layers than ``plan``."""
+    """The FFNs without attention. Raises ConfigError: ``model`` has other layers than ``plan``."""
     parts: dict[str, SparseFFN] = {}
     for home in homes(model):
         for part in home.experts() if isinstance(home, SparseExperts) else [home]:
@@ -309,7 +295,7 @@ def _layers(model: nn.Module, stats: ActivationStats, plan: Plan) -> list[LayerS
         in_memory = 0 if part.neuron_rows.is_meta else part.neuron_rows[0].nbytes
         predicted = layer.method in PREDICTED and part.has_predictor
         card = getattr(predictors.get(site.key), "card", None) if predicted else None
-        # what a predictor missed is not among the frequencies that were counted while it ran
+        # frequencies counted while a predictor ran do not include its misses
         recall = 1.0 if card is None or stats.made_by.get("watched") else float(card.recall)
         made = LayerShape(
             key=site.key,
@@ -351,7 +337,7 @@ def _frequencies(stats: LayerStats, layer: LayerPlan) -> tuple[tuple[int, np.nda
     if not found or found[0][0] != 1:
         one = stats.fired.double() / stats.tokens if stats.tokens else torch.full(order.shape, layer.expected_active)
         found.insert(0, (1, one.double()[order].numpy()))
-    # One more token never makes a neuron fire less: what is measured of few groups says so now and then.
+    # more tokens never make a neuron fire less often; measurements of few groups are noisy
     rising = accumulate((f_I for _, f_I in found), np.maximum)
     return tuple((size, f_I) for (size, _), f_I in zip(found, rising))
 
@@ -368,7 +354,6 @@ def _kernel(module: Any) -> str:
 
 
 def _predictor_kernel(part: SparseFFN) -> str:
-    """The kernel whose linear layers are most like the predictor's matrices."""
     if part.predictor_signs is not None:
         return "int4/int8"
     rounded = part.int8_activations and part.predictor_weights
@@ -376,11 +361,11 @@ def _predictor_kernel(part: SparseFFN) -> str:
 
 
 def _predictor_bytes(part: SparseFFN) -> int:
-    """As if no neuron were hot: a layer has the rows of cold ones only."""
+    """As if no neuron were hot: predictors have rows for cold neurons only."""
     total, size = 0, part.site.intermediate
     for name, tensor in part._buffers.items():
         if tensor is None or not name.startswith("predictor_"):
             continue
         by_neuron = name not in ("predictor_a", "predictor_a_scale")
-        total += tensor.nbytes // len(tensor) * size if by_neuron else tensor.nbytes  # blocks may be filled up
+        total += tensor.nbytes // len(tensor) * size if by_neuron else tensor.nbytes  # blocks may be padded
     return total

@@ -1,4 +1,4 @@
-"""``Request``: what a plan is made for, its budgets in slots and bytes, and the predicted time of a step."""
+"""``Request``: the inputs of a plan, its budgets in slots and bytes, and the predicted time of a step."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 #: Batch sizes that are planned for by default.
 BATCHES = (1, 2, 4, 8, 16)
-#: The share of the cache that is never evicted, as measured for ``lfu`` (:class:`torch_pi2.OffloadConfig`).
+#: Share of the cache that is never evicted, as measured for ``lfu`` (:class:`torch_pi2.OffloadConfig`).
 _RESIDENT_SHARE = 0.25
-#: Reads over which a rate is averaged: enough for any depth.
+#: Reads over which a rate is averaged.
 _READS = 4096
 _SECTOR, _LONGEST_RUN, _LONGEST_GAP = 4096, 1 << 20, 1 << 18
-#: The share of the best bandwidth that is enough for the longest read.
+#: Share of the best bandwidth that the longest read must reach.
 _ENOUGH = 0.9
 
 #: Neurons by layer.
@@ -32,7 +32,7 @@ Counts = tuple[int, ...]
 
 @dataclass
 class Request:
-    """What is planned for; see :func:`torch_pi2.planner.for_machine.plan_for`."""
+    """Inputs of :func:`torch_pi2.planner.for_machine.plan_for`."""
 
     shape: ModelShape
     hardware: Hardware
@@ -55,7 +55,7 @@ class Request:
 
     @property
     def used(self) -> Hardware:
-        """The machine, without a GPU that has no memory for the model."""
+        """The machine, without a GPU that may hold no neurons."""
         return self.hardware if self.accelerator_bytes else without_gpu(self.hardware)
 
     @cached_property
@@ -68,14 +68,14 @@ class Request:
         return [tuple(self.batches)] if self.fixed_hot_set else [(batch,) for batch in self.batches]
 
     def smallest(self) -> int:
-        """The smallest budget that is enough for every batch size: all but neurons, which are then read from flash."""
+        """The smallest budget that fits every batch size, with all neurons read from flash."""
         return max(self._empty(batch).smallest for batch in self.batches)
 
     def _empty(self, batch: int) -> Budget:
         return self.shape.budget(0, batch=batch, context=self.context, config=self.offload)
 
     def slots(self, batch: int) -> int:
-        """Slots of the cache that the budget leaves."""
+        """Cache slots within the budget."""
         if self.budget_bytes is None:
             return self.shape.slots
         if batch not in self._slots:
@@ -88,7 +88,7 @@ class Request:
         return self.slots(batch) * self.shape.place_bytes if self.stored else 0
 
     def step(self, batch: int, hot: Counts, accelerator: Counts = ()) -> dict[str, float]:
-        """Predicted milliseconds of a step, by part. Answers are kept."""
+        """Predicted milliseconds of a step, by part; cached."""
         key = (batch, hot, accelerator)
         if key not in self._steps:
             self._steps[key] = step_ms(
@@ -105,7 +105,7 @@ class Request:
         return self._steps[key]
 
     def resident(self, batch: int, accelerator: Counts) -> Counts:
-        """By layer, neurons that never leave the cache: an equal share of each layer, in whole clusters."""
+        """Neurons per layer that never leave the cache: an equal share of each layer, in whole clusters."""
         share = int(_RESIDENT_SHARE * self.slots(batch)) / self.shape.slots if self.stored else 0.0
         firsts = accelerator or (0,) * len(self.shape.layers)
         pairs = zip(self.shape.layers, firsts, strict=True)
@@ -117,16 +117,15 @@ class Request:
 def read_settings(shape: ModelShape, hardware: Hardware) -> OffloadConfig:
     """How a store of ``shape`` is read from the drive of ``hardware``.
 
-    * ``io_threads``: the queue depth that gives most reads of a slot. ``in_flight``: no more chunks than reads.
-    * ``run_bytes``: the shortest power of two from 64 KiB on with 90 % of the bandwidth of 1 MiB.
-    * ``gap_bytes``: what the drive transfers in the time that one more read costs; a shorter gap between two neurons is
-      read with them.
+    * ``io_threads``: the queue depth with the most reads per second of a slot. ``in_flight``: no more than that.
+    * ``run_bytes``: the smallest power of two from 64 KiB with 90 % of the best bandwidth.
+    * ``gap_bytes``: bytes the drive transfers in the overhead of a read; shorter gaps are read along.
     """
     default, slot = OffloadConfig(), shape.place_bytes
     reads, whole = hardware.reads, shape.store_bytes
     depth = reads.best_depth(slot, whole)
     sizes = (slot, *(1 << n for n in range(16, 21)))
-    us = {size: reads.us(_READS, size, whole, depth) / _READS for size in sizes}  # of one of many over the whole store
+    us = {size: reads.us(_READS, size, whole, depth) / _READS for size in sizes}
     us_per_byte = (us[_LONGEST_RUN] - us[slot]) / max(1, _LONGEST_RUN - slot)
     fixed_us = max(0.0, us[slot] - us_per_byte * slot)
     gap = int(fixed_us / us_per_byte) if us_per_byte > 0 else _LONGEST_GAP
@@ -145,7 +144,11 @@ def _refused(name: str, expected: str, value: object) -> ConfigError:
 
 
 def check(request: Request) -> None:
-    """Raises ConfigError if no plan could run or the settings make no sense. UnsupportedModelError."""
+    """Check settings and memory.
+
+    Raises:
+        ConfigError: invalid settings, or too little memory. UnsupportedModelError: an accelerator and two formats.
+    """
     if request.context < 1:
         raise _refused("context", "1 or more tokens", request.context)
     if request.accelerator_bytes < 0:
@@ -178,9 +181,9 @@ def check(request: Request) -> None:
 
 
 def _check_memory(request: Request) -> None:
-    """Raises ConfigError if the machine has less memory than the budget, or than everything takes.
+    """Raises ConfigError if the machine has less memory than the budget, or than the whole model takes.
 
-    An NPU's memory is the machine's. The CPU keeps what a GPU has.
+    An NPU shares the machine's memory. The CPU keeps a copy of what a GPU has.
     """
     shape, theirs, batch = request.shape, request.hardware.accelerator, request.batches[-1]
     if request.budget_bytes is not None:

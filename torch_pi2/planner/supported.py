@@ -1,4 +1,4 @@
-"""``supported``: what would be done with each feed-forward layer of a model, and why not, before any weight is read."""
+"""``supported``: which feed-forward layers of a model can be made sparse, and why not, before any weight is read."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from torch_pi2.store.gguf import gguf_in
 from torch_pi2.types.method import Method
 from torch_pi2.types.site import FFNSite
 
-#: Checkpoints of others that :func:`torch_pi2.import_quantized` takes.
+#: Quantised checkpoints that :func:`torch_pi2.import_quantized` takes.
 _IMPORTED = ("gptq", "awq", "compressed-tensors", "torchao")
 
 
 @dataclass(frozen=True)
 class SupportedLayer:
-    """One feed-forward layer, or expert, that can be made sparse.
+    """One feed-forward layer or expert that can be made sparse.
 
     Attributes:
-        key: of its site. form: its formula, as ``silu(gate)*up``. hidden, neurons: H and I.
-        method: that :func:`torch_pi2.optimize` takes without predictors: ``exact``, or ``threshold``, which needs
+        key: of its site. form: its formula, such as ``silu(gate)*up``. hidden, neurons: H and I.
+        method: used by :func:`torch_pi2.optimize` without predictors: ``exact``, or ``threshold``, which needs
             calibration data.
-        lossless: whether nothing but zeros is skipped by it.
-        parameters: numbers in its matrices.
+        lossless: whether the method skips only zeros.
+        parameters: number of weights.
     """
 
     key: str
@@ -48,14 +48,13 @@ class SupportedLayer:
 
 @dataclass(frozen=True)
 class Supported:
-    """What :func:`supported` found.
+    """The result of :func:`supported`.
 
     Attributes:
-        model: its class. parameters: how many numbers it has; of tied ones each counts once.
+        model: its class. parameters: their number; tied ones count once.
         layers: in order of execution.
-        left: layers that look feed-forward and stay dense: name -> reason.
-        refused: why no layer can be made sparse (of a checkpoint also: what other libraries have quantised and no
-            import takes); empty if some can.
+        left: name -> reason of layers that look feed-forward and stay dense.
+        refused: why no layer can be made sparse, such as an unknown quantisation format; empty if some can.
     """
 
     model: str
@@ -66,7 +65,7 @@ class Supported:
 
     @property
     def share(self) -> float:
-        """Of the model's parameters those in ``layers``."""
+        """Share of the model's parameters in ``layers``."""
         return sum(layer.parameters for layer in self.layers) / max(1, self.parameters)
 
     def to_json(self) -> dict[str, Any]:
@@ -81,18 +80,18 @@ def supported(
     *,
     trust_remote_code: bool = False,
 ) -> Supported:
-    """Per feed-forward layer its formula, sizes and method, or why it stays dense. Nothing is changed.
+    """Formula, sizes and method of each feed-forward layer, or why it stays dense. ``model`` is not modified.
 
-    Whether a layer can be *replaced* where it stands is tried with its weights, by :func:`torch_pi2.optimize`.
+    Only :func:`torch_pi2.optimize`, with the weights, finds out whether a layer can be *replaced*.
 
     Args:
-        model: any model, its weights in memory or on ``meta``; or the folder of a Hugging Face checkpoint, of which
-            ``config.json`` alone is read.
+        model: a model with weights in memory or on ``meta``, or the folder of a Hugging Face checkpoint, of which only
+            ``config.json`` is read.
         args, kwargs: of one call, for models whose inputs cannot be guessed (:func:`torch_pi2.find_sites`).
 
     Raises:
-        ArtifactError: no model can be built of the folder. CalibrationError: inputs are missing or wrong.
-        UnsupportedModelError: Dynamo cannot capture it. ConfigError: it is in its sparse form already.
+        ArtifactError: no model can be built from the folder. CalibrationError: inputs are missing or wrong.
+        UnsupportedModelError: Dynamo cannot capture it. ConfigError: it is already sparse.
     """
     others = ""
     if not isinstance(model, nn.Module):

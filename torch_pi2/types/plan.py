@@ -308,11 +308,9 @@ class PromptPlan:
     Attributes:
         dense_from: by layer, from how many tokens in one call on every neuron is computed; 0: never. Calls of no more
             tokens than the largest bucket has sequences are steps, whatever it says.
-        chunk_tokens: has no effect; files of earlier versions have it.
     """
 
     dense_from: tuple[int, ...]
-    chunk_tokens: int = limited(1, optional=True, default=512)
 
 
 @dataclass(frozen=True)
@@ -364,8 +362,10 @@ class HardwarePlan:
         Raises:
             ArtifactError: a field is missing or wrong, or a layer cannot do what the plan says.
         """
-        if isinstance(data, dict):
-            data = {name: value for name, value in data.items() if name != "passes"}  # older plans have it
+        if isinstance(data, dict):  # older plans have "passes", and "chunk_tokens" for prompts
+            data = {name: value for name, value in data.items() if name != "passes"}
+            if isinstance(data.get("prompt"), dict):
+                data["prompt"] = {name: value for name, value in data["prompt"].items() if name != "chunk_tokens"}
         plan = from_json(HardwarePlan, data, f"{where}, hardware", _FIX)
         _check(plan, Field(data, f"{where}, hardware", _FIX), layers)
         return plan
