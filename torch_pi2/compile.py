@@ -1,7 +1,7 @@
 """``torch.compile(model, backend="torch_pi2")``: sparse FFNs in the Dynamo graph, Inductor for the rest.
 
-Found by PyTorch through the entry point group ``torch_dynamo_backends``; nobody has to import us. Errors are those of
-eager calls, and quantised linears that read the same input (q, k, v) become one call over all their rows.
+PyTorch finds it through the entry point group ``torch_dynamo_backends``, without an import of this package. Errors are
+those of eager calls. Quantised linears that read the same input (q, k, v) are merged into one call over all their rows.
 """
 
 from __future__ import annotations
@@ -47,13 +47,12 @@ def backend(
     Without a plan, FFNs with a ReLU-family activation get the exact gate (lossless) and others stay dense. A
     graph without FFNs, or one that needs gradients, is given to Inductor as it is, with one warning.
 
-    The neurons are made once per set of weights and shared by all graphs that use it; if a parameter is
-    changed in place or loaded anew, they are refreshed at the next call. Changes that PyTorch does not count
-    (``p.data.mul_(2)``, and any in place of parameters made under ``torch.inference_mode()``) are seen by a sample of
-    each parameter: those of all its numbers, as when PEFT merges or unmerges an adapter, but not those of a few rows;
-    on a GPU none is. After such, ``torch._dynamo.reset()`` and compile again, with new parameters
-    (``model.load_state_dict(..., assign=True)``). The dense weights stay in memory: they belong to the model
-    (``torch_pi2.optimize`` gives them back).
+    Neurons are made once per set of weights and shared by all graphs that use it. After a parameter is changed in place
+    or loaded, they are refreshed at the next call. Changes that PyTorch does not count (``p.data.mul_(2)``, or any in
+    place under ``torch.inference_mode()``) are noticed by a sample of each parameter, on the CPU only: changes of all
+    numbers (PEFT merging an adapter) are seen, changes of a few rows are not. After such a change, call
+    ``torch._dynamo.reset()`` and compile again with new parameters (``model.load_state_dict(..., assign=True)``). The
+    dense weights stay in memory, as they belong to the model (``torch_pi2.optimize`` frees them).
 
     Args:
         options: ``plan``: a :class:`Plan` or its folder (``my-sparse-model/pi2``: predictors in it are used);
@@ -88,7 +87,7 @@ def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], mode: str | Non
     patches = list_mode_options(mode) if mode else {}
     if shutil.which("openssl") is None:  # a command with which torch would name the headers that it keeps compiled
         patches = {**patches, "cpp_cache_precompile_headers": False}
-    # Code that Inductor kept on disk calls operators as their schemas were; another version's may be others.
+    # Code in Inductor's disk cache calls operators by their schemas, which another version may have changed.
     operators: list[Any] = [node.target for node in our_ops(gm)]
     schemas = sorted({str(getattr(operator, "default", operator)._schema) for operator in operators})
     caching: Any = torch.compiler.config
@@ -97,7 +96,7 @@ def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], mode: str | Non
 
 
 def _explaining(compiled: Callable[..., Any], gm: fx.GraphModule) -> Callable[..., Any]:
-    """Raise ArtifactError where a graph cannot read a neuron store, as the modules do without a graph."""
+    """Raise ArtifactError if the graph cannot read a neuron store, as eager modules do."""
     calls = [node for node in gm.graph.nodes if node.op == "call_function" and "pi2.stored_" in str(node.target)]
     if not calls:
         return compiled
@@ -117,7 +116,7 @@ def _explaining(compiled: Callable[..., Any], gm: fx.GraphModule) -> Callable[..
 
 
 def _together(compiled: Callable[..., Any], gm: fx.GraphModule) -> Callable[..., Any]:
-    """Raise GroupError where another process is lost with which a graph computes, as the modules do without a graph."""
+    """Raise GroupError if another process of the graph's group is lost, as eager modules do."""
     calls = [n for n in gm.graph.nodes if n.op == "call_function" and "_c10d_functional." in str(n.target)]
     found = {groups[arg] for node in calls for arg in node.args if isinstance(arg, str) and arg in groups}
     if len(found) != 1:
@@ -156,7 +155,7 @@ _plans: dict[Path, tuple[int, Plan, Mapping[str, Any]]] = {}
 
 
 def _load_plan(folder: Path) -> tuple[Plan, Mapping[str, Any]]:
-    """Plan and predictors of a folder, the same objects until it changes (their identity keys the neurons)."""
+    """Plan and predictors of a folder; the same objects until it changes, as their ids key the neurons."""
     files = [path for name in ("plan.json", PREDICTORS_FILE, STORE_FILE) if (path := folder / name).is_file()]
     stamp = sum(path.stat().st_mtime_ns for path in files)
     if folder not in _plans or _plans[folder][0] != stamp:
@@ -169,7 +168,7 @@ def _load_plan(folder: Path) -> tuple[Plan, Mapping[str, Any]]:
 def _with_rows(
     compiled: Callable[..., Any], sparse: Sequence[SparseCall], merged: Sequence[torch.Tensor]
 ) -> Callable[..., Any]:
-    """Call compiled code with the neurons, up to date, and merged linears as further inputs."""
+    """Call compiled code with further inputs: refreshed neurons, and merged linears."""
     if not sparse and not merged:
         return compiled
     extra = [tensor for layer in sparse for tensor in layer.extra] + [*merged]
@@ -186,7 +185,7 @@ def _with_rows(
 
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy to change, with what AOTAutograd reads of it: Dynamo looks at its own graph again afterwards."""
+    """A copy to change, with the attributes that AOTAutograd reads; Dynamo reads its own graph again afterwards."""
     graph = fx.Graph()
     nodes: dict[fx.Node, fx.Node] = {}
     output = graph.graph_copy(gm.graph, nodes)
@@ -201,20 +200,20 @@ def _copy(gm: fx.GraphModule) -> fx.GraphModule:
     return copy
 
 
-# --- linears that read the same input, as one. Lossless ---
+# --- merging linears that read the same input; lossless ---
 #
-# The rows move once into one piece of memory, of which the modules' own tensors become views: nothing is held twice.
+# The rows move once into one block of memory, of which the modules' own tensors become views: nothing is held twice.
 
 
 class _Linear(NamedTuple):
-    """The arguments of a ``pi2::linear`` or ``pi2::linear_blocks`` node; ``bias`` is None or a node."""
+    """A ``pi2::linear`` or ``pi2::linear_blocks`` node and its arguments."""
 
     node: fx.Node
     op: Any
     x: fx.Node
     rows: fx.Node
     bias: fx.Node | None
-    settings: tuple[Any, ...]  # weights, and whatever follows
+    settings: tuple[Any, ...]  # from weights on
 
 
 def _linear(node: fx.Node) -> _Linear | None:
@@ -229,7 +228,7 @@ def _linear(node: fx.Node) -> _Linear | None:
 
 @fresh_settings()
 def merge_linears(gm: fx.GraphModule, tensors: Mapping[fx.Node, torch.Tensor]) -> list[torch.Tensor]:
-    """Merge in place; returns the tensors that the graph now wants as further inputs, at the end, in this order.
+    """Merge in place; returns the tensors that the graph now takes as further inputs, at the end, in this order.
 
     Args:
         gm: a Dynamo graph, before AOTAutograd; weights are placeholders.
@@ -242,7 +241,7 @@ def merge_linears(gm: fx.GraphModule, tensors: Mapping[fx.Node, torch.Tensor]) -
         found = _linear(node)
         if found is None or not {found.rows, *([] if found.bias is None else [found.bias])} <= set(tensors):
             continue
-        if on_gpu(tensors[found.rows]):  # where pieces of one memory are tensors with an offset, which graphs have as 0
+        if on_gpu(tensors[found.rows]):  # views there have a storage offset, which the graph has as 0
             continue
         rows_used[found.rows] = rows_used.get(found.rows, 0) + 1
         width = tensors[found.rows].shape[1]
@@ -250,7 +249,7 @@ def merge_linears(gm: fx.GraphModule, tensors: Mapping[fx.Node, torch.Tensor]) -
         groups.setdefault(key, []).append(found)
     extra: list[torch.Tensor] = []
     for group in groups.values():
-        # Rows used by two linears (tied weights) can be in one place only.
+        # rows of tied weights, used by two linears, can be in one place only
         if len(group) > 1 and all(rows_used[linear.rows] == 1 for linear in group):
             extra += _merge(gm, group, tensors)
     if extra:
@@ -287,7 +286,7 @@ def _merge(gm: fx.GraphModule, group: Sequence[_Linear], tensors: Mapping[fx.Nod
     return extra
 
 
-#: Rows that were moved -> the piece they are in now.
+#: Rows that were moved -> their block of memory.
 _piece_of: Any = WeakTensorKeyDictionary()
 
 
@@ -305,7 +304,7 @@ def _in_one_piece(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     whole = new_tensor((total, width), first.dtype)
     for part, piece in zip(parts, whole.split([len(part) for part in parts])):
         piece.copy_(part)
-        # through numpy: storage offsets stay 0, as the graph that is being compiled has them
+        # through numpy, so that storage offsets stay 0 as in the graph being compiled
         with torch.inference_mode(part.is_inference()), torch.no_grad():
             part.set_(torch.from_numpy(piece.numpy()).untyped_storage(), 0, part.shape, (width, 1))
         _piece_of[part] = whole

@@ -340,7 +340,7 @@ def _plain(error: Any) -> str:
     from torch_pi2.rewrite.strategies import plain_reason
 
     reasons = f"{error.found}".split("; ")
-    return _shortened(plain_reason(reasons) if reasons[0].startswith("owner: ") else f"{error.found}")
+    return _shortened(plain_reason(reasons) if reasons[0].startswith("module: ") else f"{error.found}")
 
 
 def _shortened(text: str, most: int = 160) -> str:

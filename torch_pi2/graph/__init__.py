@@ -1,4 +1,4 @@
-"""From a model to its FFN sites and back: capture, match, name, rewrite."""
+"""Finding the feed-forward layers of a model: capture, match, name."""
 
 from torch_pi2.graph.capture import example_inputs
 from torch_pi2.graph.find import find_sites

@@ -3,8 +3,8 @@
 The elementwise region between an FFN's projections is run on probe values in float64 and compared with every
 hypothesis ``act(up)``, ``act(gate) * up`` and ``act(gate) * act(up)`` for every name in ``ops.ACTIVATIONS``. So
 ``x * sigmoid(x)``, ``F.silu``, ``nn.SiLU`` and a hand-written copy are all ``silu``; with a clamp at 50 they are not:
-probes have all magnitudes, and values around every number that the region compares with. If no hypothesis fits, numbers
-(scales, a clamp, something added to up) are fitted to each.
+probes have all magnitudes, and values around every constant that the region compares with. If no hypothesis fits,
+parameters (scales, a clamp, an offset of up) are fitted to each.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Region = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
 #: gelu and gelu_tanh differ by up to 5e-4; constants written with six digits by up to 1e-6.
 _TOLERANCE = 2e-5
-#: At least so many values of all magnitudes are probed, and so many around the numbers that a region compares with.
+#: Least number of probe values of all magnitudes, and around the constants that a region compares with.
 _MANY = 2048
-#: Numbers of an activation are between these, so that none overflows in float32.
+#: Bounds of an activation's fitted parameters, so that none overflows in float32.
 _SMALLEST, _LARGEST = 1e-30, 1e30
 #: Most standard deviations of a cut above the mean.
 _LARGEST_CUT = 100.0
-#: Where to probe around such a number, relative to it.
+#: Where to probe around a constant, relative to it.
 _AROUND = (-2.0, -1.001, -1.0, -0.999, -0.5, 0.5, 0.999, 1.0, 1.0005, 1.001, 2.0)
 
 
@@ -84,13 +84,13 @@ def _hypotheses(n_streams: int) -> list[Formula]:
 def _with_numbers(
     region: Region, probes: Sequence[torch.Tensor], intermediate: int, constants: Sequence[float]
 ) -> Iterator[Formula]:
-    """Formulas whose activations have numbers that fit at a few points; the caller checks them everywhere."""
+    """Formulas with activation parameters fitted at a few points; the caller checks them everywhere."""
     fused = probes[0].shape[-1] == 2 * intermediate
     constants = [c for c in constants if _SMALLEST < c < _LARGEST]
     small = min([1.0, *(c / 2 for c in constants)])
 
     def at(*values: float) -> float:
-        """The region's result where all elements of each stream have one value; NaN if it is not one number."""
+        """The region's result for constant streams; NaN if it is not one number."""
         filled = [torch.full_like(probe, value) for probe, value in zip(probes, values)]
         if fused:
             filled = [probes[0].clone()]
@@ -129,7 +129,9 @@ def _with_numbers(
 
 
 def _with_cut(region: Region, probes: Sequence[torch.Tensor], intermediate: int) -> Iterator[Formula]:
-    """Formulas whose gates are cut some standard deviations above their mean, fitted where one gate stands out."""
+    """Formulas that cut gates at a number of standard deviations above their mean, fitted with one gate that stands
+    out.
+    """
     high, n = 1000.0, intermediate
     fused = probes[0].shape[-1] == 2 * n
     plain = not fused and len(probes) == 1
@@ -140,14 +142,14 @@ def _with_cut(region: Region, probes: Sequence[torch.Tensor], intermediate: int)
         stream.fill_(0.0)
 
         def at(height: float, filled: Sequence[torch.Tensor] = filled, stream: torch.Tensor = stream) -> float:
-            """The result for a gate of ``height``, the only one that is not 0."""
+            """The result for one gate of ``height``, all others 0."""
             stream[..., 0] = height
             out = _run(region, filled, n)
             return math.nan if out is None else float(out[0, 0])
 
         found = at(high) if n > 1 else math.nan
         for base in ACTIVATIONS if 0 < found < math.inf else ():
-            share = found ** (0.5 if base == "relu2" else 1.0) / high  # others keep what is large
+            share = found ** (0.5 if base == "relu2" else 1.0) / high  # the others are the identity for large values
             sigmas = (1 - 1 / n - share) * n / math.sqrt(n - 1)
             small = [10 ** (k / 4) for k in range(-12, 7)]  # where the bases differ
             fits = all(abs(at(v / share) - _value(base, v)) <= _TOLERANCE * _value(base, v) for v in small)
@@ -160,7 +162,7 @@ def _value(base: str, v: float) -> float:
 
 
 def _scale_in(base: str, v: float, ratio: float) -> float | None:
-    """The ``s`` for which ``act(-s v) / act(s v)`` is ``ratio``; 1 where any does; None where none does."""
+    """The scale ``s`` with ``act(-s v) / act(s v) = ratio``; 1 if any does, None if none does."""
     if base == "identity" or exact_zeros(base):
         return 1.0 if ratio == 0 and base != "identity" else None
     if not -1 < ratio < 0:
@@ -177,7 +179,7 @@ def _scale_in(base: str, v: float, ratio: float) -> float | None:
 
 @dataclass(frozen=True)
 class _Tried:
-    """Probes of a region, their streams ``[T, I]``, and what the region made of them."""
+    """Probes of a region, their streams ``[T, I]``, and the region's result."""
 
     probes: list[torch.Tensor]
     streams: list[torch.Tensor]
@@ -190,7 +192,7 @@ class _Tried:
 def _try(
     region: Region, shapes: Sequence[tuple[int, ...]], intermediate: int
 ) -> tuple[list[_Tried], list[float]] | None:
-    """The region run on probes that reach all that it does, and what it compares with; None if that cannot be."""
+    """The region's results on probes that reach all its branches, and its constants; None if that fails."""
     elements = torch.Size(shapes[0]).numel() if shapes else 0
     if not elements:
         return None
@@ -243,7 +245,6 @@ def _generator(*seeds: int) -> torch.Generator:
 
 
 def _spread(shape: tuple[int, ...], number: int, stream: int) -> torch.Tensor:
-    """Values of all magnitudes and both signs."""
     generator = _generator(stream, number)
     least, most = math.log10(MAGNITUDES[0]), math.log10(MAGNITUDES[-1])
     exponents = torch.rand(shape, generator=generator, dtype=torch.float64) * (most - least) + least
@@ -252,7 +253,7 @@ def _spread(shape: tuple[int, ...], number: int, stream: int) -> torch.Tensor:
 
 
 def _around(constants: Sequence[float], shape: tuple[int, ...], number: int, stream: int) -> torch.Tensor:
-    """Values near ``constants`` on all sides, and some of all magnitudes among them."""
+    """Values on all sides of ``constants``, with some of all magnitudes among them."""
     generator = _generator(stream, number)
     near = torch.tensor([c * a for c in constants for a in _AROUND], dtype=torch.float64)
     chosen = near[torch.randint(0, len(near), shape, generator=generator)]
@@ -266,7 +267,7 @@ def _run(region: Region, probes: Sequence[torch.Tensor], intermediate: int) -> t
     try:
         with torch.no_grad():
             out = region([probe.clone() for probe in probes])
-    except Exception:  # anything at all: the region is then simply not one that we know
+    except Exception:  # any error: the region is not a known formula
         return None
     if not isinstance(out, torch.Tensor) or out.dim() == 0 or out.shape[-1] != intermediate:
         return None

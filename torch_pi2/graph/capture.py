@@ -1,7 +1,7 @@
-"""Run a model once under Dynamo and keep the graphs it sees, before AOTAutograd takes them apart.
+"""Run a model once under Dynamo and keep its graphs, before AOTAutograd decomposes them.
 
-At this level an FFN is still ``linear, act, linear, mul, linear``, and example inputs hold the very
-``Parameter`` objects of the model, so names follow by identity (peers.md, fact 7).
+At this level an FFN is still ``linear, act, linear, mul, linear``, and example inputs are the model's own ``Parameter``
+objects, so names follow by identity.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torch_pi2.errors import CalibrationError, DeviceError, UnsupportedModelErro
 
 @dataclass
 class CapturedGraph:
-    """One Dynamo graph; ``tensors`` maps its placeholders to the real tensors they stand for."""
+    """One Dynamo graph; ``tensors``: placeholder -> the real tensor."""
 
     gm: fx.GraphModule
     tensors: dict[fx.Node, torch.Tensor]
 
 
 def example_inputs(model: nn.Module) -> dict[str, Any]:
-    """Keyword arguments with which a Hugging Face model can be run once: int64 ``input_ids [2, 8]``.
+    """Keyword arguments for one run of a Hugging Face model: int64 ``input_ids [2, 8]``.
 
     Raises:
         CalibrationError: the model has no ``config.vocab_size``, so its inputs cannot be guessed.
@@ -56,15 +56,15 @@ def example_inputs(model: nn.Module) -> dict[str, Any]:
 def capture(
     model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *, on_meta: bool = False
 ) -> list[CapturedGraph]:
-    """Graphs of one forward call (several where Dynamo breaks the graph), in order of execution.
+    """Graphs of one forward call (several after graph breaks), in order of execution.
 
-    The model runs in eval mode without gradients; its mode, the random state and compiled code of the user
-    stay as they were. Only if the graph was broken is ``torch._dynamo.reset()`` called, to drop what the
-    capture left on code objects that are not ours.
+    The model runs in eval mode without gradients; its mode, the random state and the user's compiled code are
+    preserved. Only after graph breaks is ``torch._dynamo.reset()`` called, to drop what the capture left on other code
+    objects.
 
     Args:
-        on_meta: the model is on ``meta`` as a whole; only shapes are computed. Caches are left out, which
-            transformers cannot make there.
+        on_meta: the whole model is on ``meta``; only shapes are computed, without caches, which transformers cannot
+            make there.
 
     Raises:
         DeviceError: parameters on ``meta``, without ``on_meta``.
@@ -112,12 +112,12 @@ def capture(
             fix="Pass the part of the model that holds the FFN layers.",
         )
     found = graphs.copy()
-    graphs.clear()  # Dynamo remembers its backends, so that this list, and with it the weights, would stay in memory
+    graphs.clear()  # Dynamo keeps its backends alive, and would keep this list and the weights
     return found
 
 
 def _fresh_caller() -> Any:
-    """A caller with a code object of its own: Dynamo's cache hangs on code, so it goes away with this one."""
+    """A caller with its own code object: Dynamo's cache is attached to code, and goes away with it."""
 
     def call(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return model(*args, **kwargs)
@@ -127,9 +127,9 @@ def _fresh_caller() -> Any:
 
 @contextmanager
 def _quietly(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, without backward hooks (which break graphs, and never run without gradients).
+    """Context in eval mode without backward hooks (which break graphs, and never run without gradients).
 
-    The user's random state is put back afterwards, as are mode and hooks.
+    Mode, hooks and random state are restored afterwards.
     """
     hooks = ("_backward_hooks", "_backward_pre_hooks")
     kept = [(module, name, vars(module)[name]) for module in model.modules() for name in hooks if vars(module)[name]]
@@ -145,7 +145,7 @@ def _quietly(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _constants_on_meta(on: bool) -> Iterator[None]:
-    """Tensors that code makes of numbers there (``torch.tensor(0.95, device="meta")``) may meet those of a graph."""
+    """Context that lets constants made on ``meta`` (``torch.tensor(0.95, device="meta")``) enter graphs."""
     before = fake_tensor_tls.allow_non_fake_inputs_override
     fake_tensor_tls.allow_non_fake_inputs_override = True if on else before
     try:
@@ -166,7 +166,7 @@ def _refuse_meta(model: nn.Module) -> None:
 
 
 def _explain(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], error: Exception) -> None:
-    """Raise the right error: the model itself refuses these inputs, or only Dynamo refuses the model."""
+    """Raise the right error: either the model refuses these inputs, or only Dynamo refuses the model."""
     try:
         with _quietly(model):
             model(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""What a layer may be made of and be given, and the dtype of its result."""
+"""Checks of a layer's input, mode and plan, and the dtype of its result."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from torch_pi2.types.site import FFNSite
 
 
 def check_ffn_input(site: FFNSite, training: bool, x: torch.Tensor, weights: torch.dtype) -> None:
-    """Raises on a wrong hidden size, dtypes that no kernel has (of ``x`` or of the ``weights``), where a dense layer
-    would record a gradient, and on hooks of all modules.
-    """
+    """Checks hidden size and dtypes (of ``x`` and the ``weights``), and refuses gradients and global module hooks."""
     if not torch.compiler.is_compiling():
         refuse_global_hooks(site.key)
     for what, dtype in (("input", x.dtype), ("weights", weights)):
@@ -52,7 +50,7 @@ def needs_eval(site: FFNSite) -> ConfigError:
 
 
 def result_dtype(x: torch.Tensor) -> torch.dtype:
-    """Dtype of a linear layer's result on ``x``: that of ``torch.autocast`` where it is on."""
+    """Dtype of a linear layer's result on ``x``: autocast's dtype where autocast is on, else that of ``x``."""
     kind = x.device.type
     if x.dtype != torch.float64 and kind != "meta" and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
@@ -60,7 +58,7 @@ def result_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def check_method(site: FFNSite, layer_plan: LayerPlan) -> None:
-    """Raises ConfigError: no layer at ``site`` computes as the plan says, which came from no file."""
+    """Raises ConfigError unless a layer at ``site`` can compute ``layer_plan``, which was not read from a file."""
     check_choice(f"method of {site.key}", layer_plan.method, METHODS, "Correct the plan.")
     if layer_plan.thresholds is not None and site.experts is not None:
         raise ConfigError(

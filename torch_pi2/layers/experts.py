@@ -1,4 +1,4 @@
-"""``SparseExperts``: all experts of a block, over neurons' rows, in one operator call."""
+"""``SparseExperts``: all experts of a block in one operator call."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from torch_pi2.ops import load
 from torch_pi2.predict import LAYER_TENSORS, tensors_among
 from torch_pi2.types.site import FFNSite
 
-#: Buffers that stay what they are when a model is converted, and buffers of one expert's layer that are stacked.
+#: Buffers whose dtype does not follow the model's, and buffers of an expert's layer that are stacked.
 _EXACT = ("predictor_a_scale", "predictor_b_scale", "predictor_bias", "cuts_E", "thresholds_E")
 _BIASES = ("bias_gate", "bias_up", "bias_down")
 _STACKED = (
@@ -41,29 +41,30 @@ _STACKED = (
 
 
 class SparseExperts(nn.Module):
-    """Computes a module of experts as their plans say.
+    """All experts of a module, each computed as its plan says.
 
     Args:
-        parts: the layer of every expert, as :class:`~torch_pi2.layers.ffn.SparseFFN` makes it. They are asked for one
-            by one, and their tensors are copied.
-        experts: how many (E).
+        parts: one :class:`~torch_pi2.layers.ffn.SparseFFN` per expert. The iterable is consumed one layer at a time,
+            and the tensors are copied.
+        experts: E, the number of parts.
 
     Raises:
-        ConfigError: hot neurons, or plans of different forms: one operator computes all experts.
+        ConfigError: a part has hot neurons, or the plans differ in form: one operator computes all experts.
 
-    Buffers (none of them in ``state_dict``): those of the parts, stacked: ``neuron_rows [E, I, R, H]`` (quantised:
-    ``[E, I, R, row_bytes(H)]`` uint8, of two formats ``[E, I, bytes]``; on ``meta`` if those of the parts are),
-    ``order`` and ``inverse [E, I]``, biases where the experts have some, and the predictor's tensors. ``cuts_E`` and
-    ``thresholds_E``: ``cuts`` and ``thresholds`` where kernels on a GPU look.
+    Buffers (none in ``state_dict``) are those of the parts, stacked: ``neuron_rows [E, I, R, H]`` (quantised:
+    ``[E, I, R, row_bytes(H)]`` uint8; two formats: ``[E, I, bytes]``; on ``meta`` if the parts are), ``order`` and
+    ``inverse [E, I]``, biases if the experts have them, and the predictor's tensors. ``cuts_E`` and ``thresholds_E``
+    are ``cuts`` and ``thresholds`` for GPU kernels, which read them from memory.
 
     Attributes:
-        sites: of the experts. site: what they share, under the module's name. method, weights, int8_activations: as
-            of the parts. thresholds: of their gates (none: 0 for all); cuts: of their predictors (none: no predictors).
-            errors, output_errors: what quantising did to each.
-        split: with some of its neurons on a GPU, where its input is then; None: all are where its tensors are.
+        sites: one per expert. site: the fields that all share, under the module's name.
+        method, weights, int8_activations: as in the parts.
+        thresholds: cuts on the gates (empty: 0 for all). cuts: of the predictors (empty: no predictors).
+        errors, output_errors: quantisation error of each expert.
+        split: the experts on a GPU, if some are there: inputs and results are then on that GPU.
     """
 
-    #: Whether ``neuron_rows`` has them all.
+    #: Whether all neurons are in memory.
     in_memory = True
     is_sparse_layer = True
     split: HybridExperts | None = None
@@ -101,7 +102,7 @@ class SparseExperts(nn.Module):
         for name, numbers in (("cuts_E", self.cuts), ("thresholds_E", self.thresholds)):
             tensor = torch.tensor(numbers or [0.0] * experts, dtype=torch.float64, device="cpu")
             self.register_buffer(name, tensor, persistent=False)
-        form = copy.copy(first)  # a layer without tensors, which :meth:`expert` fills
+        form = copy.copy(first)  # no tensors: :meth:`expert` fills it
         form._buffers = dict.fromkeys(first._buffers)
         self._form = (form,)  # a tuple: not a module
 
@@ -132,11 +133,11 @@ class SparseExperts(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the float parameters that the experts have or stand for."""
+        """Dtype of the experts' float parameters; of quantised experts, of the parameters they replaced."""
         return self.neuron_rows.dtype if self.weights == "float" else self._dtype
 
     def expert(self, expert: int) -> SparseFFN:
-        """The layer of one expert, over views of these buffers."""
+        """The layer of one expert; its tensors are views of these buffers."""
         part = copy.copy(self._form[0])
         stacks = {name: self._buffers[name] for name in _STACKED}
         views = {name: None if stack is None else stack[expert] for name, stack in stacks.items()}
@@ -148,19 +149,18 @@ class SparseExperts(nn.Module):
         return part
 
     def experts(self) -> list[SparseFFN]:
-        """The layers of all experts; see :meth:`expert`."""
         return [self.expert(expert) for expert in range(len(self.sites))]
 
     def predictor(self) -> list[torch.Tensor]:
-        """The stacked tensors of the predictors, in the order in which the operators take them."""
+        """The predictors' stacked tensors in the operators' order."""
         return [*tensors_among(self._buffers).values()]
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """``hidden_states [T, H]``, ``top_k_index [T, k]`` int64 and ``top_k_weights [T, k]`` -> ``[T, H]``.
 
-        By position, or by the names that the original's forward has for them. An index of E adds nothing. The result
-        has the dtype of ``hidden_states`` (under ``torch.autocast`` its dtype) and does not depend on what other tokens
-        there are.
+        Arguments are given by position, or by the names in the original's forward. Expert index E adds nothing. The
+        result has the dtype of ``hidden_states`` (autocast's under ``torch.autocast``); a token's result does not
+        depend on the other tokens.
 
         Raises:
             ShapeError: the last dimension is not H. GradientError: a gradient would be needed.
@@ -177,7 +177,7 @@ class SparseExperts(nn.Module):
         return y.to(result_dtype(hidden_states))
 
     def compute(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
-        """What the experts whose tensors are here make of ``x``; arguments and result as of :meth:`forward`."""
+        """:meth:`forward` without checks, for the experts whose tensors are on the device of ``x``."""
         routed, stored = (x, index, routing, self.neuron_rows), (self.weights, self.int8_activations)
         y: torch.Tensor
         if on_gpu(x):
@@ -188,19 +188,18 @@ class SparseExperts(nn.Module):
         return y
 
     def biases(self) -> list[torch.Tensor | None]:
-        """What the operators of the CPU take at the end."""
         return [self._buffers[name] for name in _BIASES]
 
     def check_gpu_has_kernels(self) -> None:
-        """Raises DeviceError or UnsupportedModelError: its experts have biases, neurons of two formats, sign bits, or
-        numbers in their activation.
+        """Raises DeviceError or UnsupportedModelError: biases, neurons of two formats, sign-bit predictors, or an
+        activation with numbers.
         """
         check_gpu_has_kernels(self.site, self.weights, self.predictor_kind)
         if any(bias is not None for bias in self.biases()):
             raise stays(f"{self.site.key}, whose experts have biases")
 
     def _asked(self, cuts: Any, thresholds: Any) -> tuple[Any, ...]:
-        """What all operators take from the predictor to the thresholds."""
+        """The operators' arguments from the predictor to the thresholds."""
         return *self._predicted(cuts), self.site.activation, self.site.activation_on_up, thresholds
 
     def _predicted(self, cuts: Any) -> tuple[Any, ...]:
@@ -208,23 +207,23 @@ class SparseExperts(nn.Module):
         return self.predictor(), self.predictor_kind, cuts, rows, self.int8_activations and bool(rows)
 
     def split_off(self, there: Sequence[int], link: TransferBuffer, neuron_rows: torch.Tensor | None = None) -> None:
-        """These experts are computed at the end of ``link``, where inputs and results are from now on; arguments and
-        errors: :class:`~torch_pi2.layers.gpu.HybridExperts`, :meth:`check_gpu_has_kernels`.
+        """Compute the experts ``there`` on the GPU of ``link``, which inputs and results are then on; see
+        :class:`~torch_pi2.layers.gpu.HybridExperts`. Raises as :meth:`check_gpu_has_kernels`.
         """
         self.check_gpu_has_kernels()
         self.split = HybridExperts(self, there, link, neuron_rows)
 
     def end_split(self) -> None:
-        """Everything is computed here again."""
+        """Compute all experts on the CPU again."""
         self.split = None
 
     def leave_blocks(self) -> None:
-        """Experts' predictors have their rows in order already."""
+        """Does nothing: the predictors of experts are never stored in blocks."""
 
     def part(
         self, experts: Sequence[int], device: torch.device, neuron_rows: torch.Tensor | None = None
     ) -> SparseExperts:
-        """A module of these experts, one after another, over copies on ``device``. ``neuron_rows``: theirs."""
+        """A module of these experts, over copies on ``device``; ``neuron_rows``: theirs, if they are not in memory."""
         part = copy.copy(self)
         part.__class__ = SparseExperts
         part.split, part.sites = None, tuple(self.sites[expert] for expert in experts)
@@ -262,7 +261,7 @@ class SparseExperts(nn.Module):
             self.expert(0).warn_of_other_weights()
 
     def assign(self, name: str, value: torch.Tensor) -> bool:
-        """Write parameter ``name`` into the neurons, wherever they are; whether it was new.
+        """Write parameter ``name`` into the neurons, on CPU and GPU; returns whether any value changed.
 
         Raises:
             ConfigError: they are quantised.
@@ -275,19 +274,16 @@ class SparseExperts(nn.Module):
         return changed
 
     def shape_of(self, name: str) -> torch.Tensor:
-        """A ``meta`` tensor with shape and dtype of parameter ``name``."""
+        """A ``meta`` tensor with the shape and dtype of parameter ``name``."""
         one = self.expert(0).shape_of(name)
         return one.expand(len(self.sites), *one.shape)
 
     def check_float(self, what: str) -> None:
-        """Raise ConfigError if the experts are quantised, which cannot be undone; ``what`` was asked for."""
+        """Raises ConfigError if the experts are quantised; ``what``: the request, for the message."""
         self.expert(0).check_float(what)
 
     def _apply(self, fn: Any, recurse: bool = True) -> SparseExperts:
-        """``model.to(dtype)`` converts the neurons; scales and biases of the predictors stay float32.
-
-        Raises as ``stays_as_it_is``.
-        """
+        """``model.to(dtype)`` converts the neurons; scales and biases of the predictors stay float32."""
         if stays_as_it_is(self, fn):
             return self
         if self.weights != "float":
@@ -301,13 +297,13 @@ class SparseExperts(nn.Module):
 
 
 class OffloadedExperts(InStore, SparseExperts):
-    """Experts whose neurons are in a :class:`~torch_pi2.layers.offloaded.Store`: the same bits.
+    """Experts whose neurons are in a :class:`~torch_pi2.layers.offloaded.Store`, with the same results bit for bit.
 
-    ``neuron_rows`` is on ``meta``, and what needs all the numbers raises ConfigError; see
+    ``neuron_rows`` is on ``meta``, and whatever needs all numbers raises ConfigError, as in
     :class:`~torch_pi2.layers.offloaded.OffloadedFFN`.
 
     Args:
-        store: whose layers from ``first_layer`` on are the experts. The others: see the base class.
+        store: its layers from ``first_layer`` on are the experts.
 
     Raises:
         ArtifactError: those layers have other sizes.
@@ -329,18 +325,18 @@ class OffloadedExperts(InStore, SparseExperts):
         return part
 
     def split_off(self, there: Sequence[int], link: TransferBuffer, neuron_rows: torch.Tensor | None = None) -> None:
-        """See the base class. The cache is for the other neurons from now on: :meth:`Store.preload` fills it."""
+        """See the base class. The cache then serves the other neurons; :meth:`Store.preload` fills it."""
         super().split_off(there, link, neuron_rows)
         every = self.site.intermediate
         self.store.leave_out(self.first_layer, [every * (expert in there) for expert in range(len(self.sites))])
 
     def end_split(self) -> None:
         super().end_split()
-        with suppress(ArtifactError):  # of a store that has been closed
+        with suppress(ArtifactError):  # the store may be closed
             self.store.leave_out(self.first_layer, [0] * len(self.sites))
 
     def announce(self, router: LinearRouter, before: OffloadedExperts) -> None:
-        """Let the mixture ``before`` this one in the store route early for it (``OffloadConfig.lookahead``)."""
+        """Route early for this mixture from the one ``before`` it in the store (``OffloadConfig.lookahead``)."""
 
         def floats(vector: torch.Tensor | None) -> torch.Tensor | None:
             return None if vector is None else vector.float().contiguous()
@@ -358,7 +354,6 @@ class OffloadedExperts(InStore, SparseExperts):
         )
 
     def compute(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
-        """See the base class."""
         return self.read(
             torch.ops.pi2.stored_experts,
             x,
@@ -374,7 +369,6 @@ class OffloadedExperts(InStore, SparseExperts):
 
 
 def _check_alike(part: SparseFFN, first: SparseFFN) -> None:
-    """Raises ConfigError unless one operator can compute both experts."""
     if part.n_hot:
         raise ConfigError(
             f"plan of {part.site.key}",
@@ -399,10 +393,10 @@ def _check_alike(part: SparseFFN, first: SparseFFN) -> None:
 
 
 def expert_groups(layers: Sequence[Any]) -> list[list[Any]]:
-    """The layers of a plan in the groups that are replaced together: experts of one module, and others alone.
+    """The layers of a plan, grouped as they are replaced: all experts of a module together, other layers alone.
 
     Raises:
-        ArtifactError: experts of one module that do not follow each other from the first on.
+        ArtifactError: the experts of a module are incomplete or out of order.
     """
     groups: list[list[Any]] = []
     for layer in layers:

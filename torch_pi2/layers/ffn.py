@@ -1,4 +1,4 @@
-"""``SparseFFN``: one feed-forward layer over neurons' rows, hot neurons first."""
+"""``SparseFFN``: one feed-forward layer stored by neuron, hot neurons first."""
 
 from __future__ import annotations
 
@@ -36,50 +36,48 @@ from torch_pi2.types.site import FFNSite, FFNWeights, check_weights
 
 
 class SparseFFN(DenseForm):
-    """Computes an FFN as its plan says: ``[..., H] -> [..., H]``.
+    """An FFN computed as its plan says: ``[..., H] -> [..., H]``.
 
     Args:
         site: the FFN.
-        weights: its tensors; copied into neurons, not kept.
+        weights: its tensors, which are copied.
         layer_plan: neuron order, number of hot neurons and method.
-        lowrank: for method ``signbit`` the tensors of a ``SignBit``; for method ``lowrank`` the predictor in
-            *original* neuron order: ``a [r, H]`` int8, ``a_scale [r]``, ``b [I, r]`` int8, ``b_scale [I]`` and, if it
-            has one, ``bias [I]`` float32; or as quantised rows ``a [r, row_bytes(H)]``, ``b [I, row_bytes(r)]`` uint8.
+        lowrank: for method ``signbit``, the tensors of a ``SignBit``; for method ``lowrank``, the predictor in the
+            model's neuron order: ``a [r, H]`` int8, ``a_scale [r]``, ``b [I, r]`` int8, ``b_scale [I]`` and optionally
+            ``bias [I]`` float32; or quantised rows ``a [r, row_bytes(H)]``, ``b [I, row_bytes(r)]`` uint8.
         threshold: for method ``lowrank``, cut on the predictor's logit.
-        kind: how neurons are stored: ``float``, ``int4`` or ``int8`` (lossy).
-        int8_activations: with quantised neurons, gate and up see ``x`` rounded to int8 (lossy, faster).
-        importance: ``[H]``, how much errors of gate's and up's columns count in quantising; None: all the same.
-        given: ``gate``, ``up`` or ``down`` -> quantised rows of all neurons in the model's order, made elsewhere.
+        kind: storage of the neurons: ``float``, ``int4`` or ``int8`` (lossy).
+        int8_activations: with quantised neurons, gate and up read ``x`` rounded to int8 (lossy, faster).
+        importance: ``[H]``, weight of quantisation errors in the columns of gate and up; None: equal.
+        given: ``gate``, ``up`` or ``down`` -> quantised rows of all neurons in the model's order, used as they are.
 
     Raises:
-        DeviceError, DtypeError, NonFiniteError: weights that the kernels cannot use.
+        DeviceError, DtypeError, NonFiniteError: the kernels cannot use the weights.
         ShapeError: weights, order or predictor do not fit the site.
-        ConfigError: unknown method, hot neurons out of range, or a predictor is missing.
+        ConfigError: unknown method, hot neurons out of range, or no predictor.
 
-    Buffers (none of them in ``state_dict``): ``neuron_rows [I, R, H]`` contiguous in plan order, ``bias_gate``,
-    ``bias_up [I]`` in plan order, ``bias_down [H]``, ``thresholds [I]`` float32 in plan order or None, and the
-    predictor's rows of cold neurons in plan order, in blocks where kernels like that
-    (:mod:`torch_pi2.ops.linear`).
-    Quantised: ``neuron_rows [I, R, row_bytes(H)]`` uint8 (of two formats ``[I, bytes]``) and float32 biases. What was
-    rounded away is gone, so the original cannot be restored, ``state_dict`` has the numbers that the rows stand for,
-    and other weights cannot be loaded.
+    Buffers (none in ``state_dict``): ``neuron_rows [I, R, H]`` contiguous in plan order; ``bias_gate``, ``bias_up [I]``
+    in plan order; ``bias_down [H]``; ``thresholds [I]`` float32 in plan order or None; and the predictor's rows of cold
+    neurons in plan order, in blocks where the kernels prefer them (:mod:`torch_pi2.ops.linear`).
+    Quantised: ``neuron_rows [I, R, row_bytes(H)]`` uint8 (two formats: ``[I, bytes]``) and float32 biases. Rounding is
+    final, so the original is not restored, ``state_dict`` has the dequantised numbers, and no other weights can be
+    loaded.
 
     Attributes:
-        weights: the ``kind``. dtype: of the float parameters. error, output_error: what quantising did to
-            the weights, and to the output on calibration tokens (relative, Frobenius norms; None if not measured).
-        split: with some of its neurons on a GPU, where its input is then; None: all are where its tensors are.
-        by_batch: (tokens, hot neurons), ascending by tokens; empty: ``n_hot`` always. A call has the hot neurons of the
-            first entry for at least its tokens, or of the last: no fewer than ``least_hot``; all of them: no predictor
-            is asked. Without a predictor that changes no bits. What was compiled before does not see another setting.
-        dense_from: from so many tokens in one call on every neuron is computed, 0: never; None: as
-            :mod:`torch_pi2.layers.prompt` finds best. Calls of no more tokens than :attr:`by_batch` knows never are
-            prompts, nor are the steps of a plan that is followed.
+        weights: the ``kind``. dtype: of the float parameters. error, output_error: relative quantisation error
+            (Frobenius norm) of the weights, and of the output on calibration tokens (None: not measured).
+        split: the neurons on a GPU, if some are there: inputs and results are then on that GPU.
+        by_batch: (tokens, hot neurons), ascending by tokens; empty: always ``n_hot``. A call uses the first entry with
+            at least as many tokens, else the last. There are at least ``least_hot`` hot neurons; when all are hot, no
+            predictor runs. Without a predictor the setting changes no bits. Graphs compiled before do not see a change.
+        dense_from: number of tokens in a call from which every neuron is computed; 0: never; None: the default of
+            :mod:`torch_pi2.layers.prompt`. Calls within the range of :attr:`by_batch` are never prompts.
     """
 
-    #: Whether ``neuron_rows`` has them all.
+    #: Whether all neurons are in memory.
     in_memory = True
     is_sparse_layer = True
-    #: Whether the dense layer does something else in training mode, which this does not.
+    #: Whether the dense layer has dropout, which this layer does not compute.
     only_in_eval = False
     #: Name of the first argument of the dense layer's forward.
     keyword = "x"
@@ -87,10 +85,10 @@ class SparseFFN(DenseForm):
     output_error: float | None = None
     dense_from: int | None = None
     split: HybridFFN | None = None
-    #: Of a part: its neurons, first to last, among those of the layer that it is a part of.
+    #: Of a part of a layer: first and last neuron in the whole layer.
     span: tuple[int, int] = (0, 0)
     by_batch: tuple[tuple[int, int], ...] = ()
-    #: What operators call the predictor.
+    #: The operators' name of the predictor.
     predictor_kind: str
     predictor_a: torch.Tensor | None
     thresholds: torch.Tensor | None
@@ -134,10 +132,10 @@ class SparseFFN(DenseForm):
         int8_activations: bool = False,
         dtype: torch.dtype = torch.float32,
     ) -> SparseFFN:
-        """A layer over neurons that are on ``meta``, for loading: assign ``neuron_rows`` and biases afterwards.
+        """A layer with its neurons on ``meta``, for loading: assign ``neuron_rows`` and biases afterwards.
 
-        Args: see the class; ``dtype`` is that of the float parameters it has or stands for. kind: also one of
-            ``PAIRS`` (:mod:`torch_pi2.formats`), neurons of two formats ``[I, bytes]``, which files bring.
+        Args: as the class. kind: may also be one of ``PAIRS`` (:mod:`torch_pi2.formats`), neurons of two formats
+        ``[I, bytes]``, as files have them. dtype: of the float parameters, or of those that quantised rows replace.
         """
         load()
         if kind not in (FLOAT, *PAIRS):
@@ -159,7 +157,6 @@ class SparseFFN(DenseForm):
         return layer.eval()
 
     def _hold(self, neuron_rows: torch.Tensor, *biases: torch.Tensor | None) -> None:
-        """Neurons, and the biases of gate, up and down."""
         self.register_buffer("neuron_rows", neuron_rows, persistent=False)
         for name, bias in zip(("bias_gate", "bias_up", "bias_down"), biases, strict=True):
             quantised = bias is not None and self.weights != "float"
@@ -202,12 +199,12 @@ class SparseFFN(DenseForm):
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """``x [..., H]`` in float32, bfloat16 or float16; the result has its shape and dtype.
 
-        ``x`` may be given by the name that the dense layer's forward has for it. Under ``torch.autocast`` the result
-        has its dtype, as that of a linear layer; the computation has ``x``'s.
+        ``x`` may be passed by its name in the dense forward. Under ``torch.autocast`` the computation has ``x``'s dtype
+        and the result autocast's.
 
         Raises:
             ShapeError: the last dimension is not H. GradientError: a gradient would be needed.
-            ConfigError: other arguments; or training mode, where the original has dropout.
+            ConfigError: other arguments; or training mode of a layer with dropout.
         """
         return self.whole(only_input(self.keyword, self.site.key, args, kwargs))
 
@@ -216,7 +213,6 @@ class SparseFFN(DenseForm):
         return FusedOutput(self.forward(*args, **kwargs), self.site)
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
-        """:meth:`forward` for a tensor."""
         self.check_input(x)
         if self.training and self.only_in_eval:
             raise needs_eval(self.site)
@@ -235,11 +231,11 @@ class SparseFFN(DenseForm):
 
     @property
     def least_hot(self) -> int:
-        """The fewest neurons that may be hot: those that no predictor has rows for, if one is asked at all."""
+        """The fewest hot neurons: those without predictor rows, if the layer has a predictor."""
         return self.n_hot if self.method in PREDICTED else 0
 
     def hot_for(self, tokens: int) -> int:
-        """Hot neurons of a call of so many tokens, see :attr:`by_batch`."""
+        """Hot neurons of a call with ``tokens`` tokens; see :attr:`by_batch`."""
         if not self.by_batch:
             return self.n_hot
         for batch, hot in self.by_batch:
@@ -248,36 +244,35 @@ class SparseFFN(DenseForm):
         return self.by_batch[-1][1]
 
     def _predicted(self, x: torch.Tensor, n_hot: int) -> torch.Tensor:
-        """The mask and the layer with it in one operator."""
         y: torch.Tensor
         y = torch.ops.pi2.predicted_ffn(x, *self.tensors(), *self.asked(), *self.settings(n_hot, self.threshold))
         return y
 
     def asked(self) -> tuple[list[torch.Tensor], str, float, str, bool]:
-        """What ``torch.ops.pi2.predicted_ffn`` takes after :meth:`tensors`: the predictor, and how it decides."""
+        """Arguments of ``torch.ops.pi2.predicted_ffn`` after :meth:`tensors`: the predictor and its settings."""
         int8 = self.int8_activations and bool(self.predictor_weights)
         return self.predictor(), self.predictor_kind, self.predictor_threshold, self.predictor_format, int8
 
     def predict(self, x: torch.Tensor) -> torch.Tensor:
-        """Which cold neurons the predictor wants, bool ``[..., cold]``."""
+        """Cold neurons predicted to fire, bool ``[..., cold]``."""
         return predicted(x, *self.asked(), ops=torch.ops.pi2)
 
     @property
     def has_predictor(self) -> bool:
-        """Whether cold neurons are predicted (false for ``lowrank`` and ``signbit`` too if every neuron is hot)."""
+        """Whether cold neurons are predicted; false for every method if all neurons are hot."""
         return self.predictor_kind != NO_PREDICTOR
 
     @property
     def predictor_format(self) -> str:
-        """What operators call the format of a low-rank predictor in quantised rows: ``int4``, ``int4_blocks``."""
+        """The operators' name for the format of a low-rank predictor in quantised rows: ``int4``, ``int4_blocks``."""
         return self.predictor_weights + (IN_BLOCKS if self.predictor_in_blocks else "")
 
     def predictor(self) -> list[torch.Tensor]:
-        """The predictor's tensors for cold neurons in plan order, as operators take them."""
+        """The predictor's tensors for cold neurons in plan order, in the operators' order."""
         return [*tensors_among(self._buffers).values()]
 
     def predictor_rows(self) -> dict[str, torch.Tensor]:
-        """The predictor's tensors by name (``a``), with rows in their own order: what files and experts want."""
+        """The predictor's tensors by name (``a``) with rows in plain order, for files and experts."""
         found = tensors_among(self._buffers)
         if self.predictor_in_blocks:
             rank, cold = len(found["a"]), len(found["bias"])
@@ -286,13 +281,13 @@ class SparseFFN(DenseForm):
         return found
 
     def leave_blocks(self) -> None:
-        """The predictor's rows in their own order from now on."""
+        """Store the predictor's rows in plain order from now on."""
         for name, tensor in self.predictor_rows().items():
             setattr(self, f"predictor_{name}", tensor)
         self.predictor_in_blocks = False
 
     def forward_dense(self, x: torch.Tensor) -> torch.Tensor:
-        """The same FFN with every neuron computed, from the same rows."""
+        """The FFN with every neuron computed."""
         return self._compute(x, self.site.intermediate, 0.0)
 
     def _compute(self, x: torch.Tensor, n_hot: int, threshold: float) -> torch.Tensor:
@@ -301,50 +296,47 @@ class SparseFFN(DenseForm):
         return y
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """What ``torch.ops.pi2.sparse_ffn`` takes after its input, wherever it is called: neurons and biases."""
+        """Arguments of ``torch.ops.pi2.sparse_ffn`` after its input: neurons and biases."""
         return self.neuron_rows, self.bias_gate, self.bias_up, self.bias_down
 
     def settings(self, n_hot: int, threshold: float) -> tuple[Any, ...]:
-        """And what it takes after the mask of cold neurons."""
+        """Arguments of ``torch.ops.pi2.sparse_ffn`` after the mask of cold neurons."""
         site = self.site
         form = site.activation, site.activation_on_up
         return *form, n_hot, threshold, self.weights, self.int8_activations, self.thresholds
 
     def assign(self, name: str, value: torch.Tensor) -> bool:
-        """See :meth:`DenseForm.assign`; neurons that are on a GPU have the new weights there, too."""
+        """See :meth:`DenseForm.assign`; also updates neurons on a GPU."""
         changed = super().assign(name, value)
         if changed and self.split is not None:
             self.split.refresh(self)
         return changed
 
     def split_off(self, n_gpu: int, link: TransferBuffer, neuron_rows: torch.Tensor | None = None) -> None:
-        """The first ``n_gpu`` neurons are computed at the end of ``link``, where inputs and results are from now on.
+        """Compute the first ``n_gpu`` neurons on the GPU of ``link``, which inputs and results are then on.
 
-        ``neuron_rows``: theirs, if this layer has them not in memory.
-
-        Raises:
-            DeviceError, UnsupportedModelError: kernels on a GPU have not its neurons' formats, or its activation.
+        ``neuron_rows``: those neurons, if the layer is not in memory. Raises as :meth:`check_gpu_has_kernels`.
         """
         self.check_gpu_has_kernels()
         self.split = HybridFFN(self, n_gpu, link, neuron_rows)
 
     def check_gpu_has_kernels(self) -> None:
-        """Raises DeviceError or UnsupportedModelError: neurons of two formats or with their own thresholds, sign bits,
-        or numbers in the activation.
+        """Raises DeviceError or UnsupportedModelError: neurons of two formats, thresholds per neuron, a sign-bit
+        predictor, or an activation with numbers.
         """
         check_gpu_has_kernels(self.site, self.weights, self.predictor_kind)
         if self.thresholds is not None:
             raise stays(f"{self.site.key}, whose neurons have thresholds of their own")
 
     def end_split(self) -> None:
-        """Everything is computed here again."""
+        """Compute all neurons on the CPU again."""
         self.split = None
 
     def part(self, first: int, last: int, neuron_rows: torch.Tensor | None = None) -> SparseFFN:
         """A layer of the neurons ``first`` to ``last`` in plan order, over views of these tensors.
 
-        The last ones have the bias of the down matrix; others are all computed, or by their own gates: they have no
-        predictor. ``neuron_rows``: theirs, in place of those here.
+        The part with the last neuron keeps the down bias and the predictor. Other parts have no predictor: all their
+        neurons are hot or decided by the gate. ``neuron_rows``: used in place of the view.
         """
         part = copy.copy(self)
         part.split, part.span = None, (first, last)
@@ -365,13 +357,13 @@ class SparseFFN(DenseForm):
         return part
 
     def follow_whole(self, whole: SparseFFN) -> None:
-        """What a plan says of ``whole``, of which this is a part, is said of this, too."""
+        """Copy mode and plan settings of ``whole``, the layer that this is a part of."""
         first, last = self.span
         self.dense_from, self.training = whole.dense_from, whole.training
         self.by_batch = tuple((batch, max(0, min(hot, last) - first)) for batch, hot in whole.by_batch)
 
     def check_input(self, x: torch.Tensor) -> None:
-        """Raise on a wrong hidden size, or where the dense layer would have recorded a gradient."""
+        """Checks ``x`` as :func:`check_ffn_input`, and that it is on the neurons' device."""
         check_ffn_input(self.site, self.training, x, self.dtype)
         if self.in_memory and self.split is None:
             check_together(self.site.key, x, self.neuron_rows)
@@ -379,7 +371,7 @@ class SparseFFN(DenseForm):
     def _apply(self, fn: Any, recurse: bool = True) -> SparseFFN:
         """``model.to(dtype)`` converts the neurons; scales and biases of the predictor stay float32.
 
-        Neurons in a store stay what they are, and so do the biases that go with them. Raises as ``stays_as_it_is``.
+        Neurons in a store keep their dtype, and so do the biases that belong to them.
         """
         if stays_as_it_is(self, fn):
             return self

@@ -1,9 +1,8 @@
-"""Layers on a GPU: what can run there, and layers with some of their neurons there (PowerInfer, sec. 5).
+"""Layers on a GPU, and layers divided between a GPU and the CPU (PowerInfer, sec. 5).
 
-The first neurons of such a layer, or some of its experts, are on the GPU, the others on the CPU, both at work at a
-time. The input leaves for the CPU on a stream of its own; the GPU's part is queued; then the CPU, which has waited for
-the input alone, computes its neurons while the GPU computes its own; what it found goes back and is added there.
-Nothing else waits for the GPU.
+A divided layer has its first neurons, or some of its experts, on the GPU and the rest on the CPU; both work at the same
+time. The input is copied to the CPU on its own stream and the GPU's part is queued. The CPU waits for the copy only,
+computes its neurons, and its result is copied back and added on the GPU.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from torch_pi2.formats import has_two_formats
 from torch_pi2.ops.activations import check_plain
 from torch_pi2.types.site import FFNSite
 
-#: The oldest architecture that Triton compiles for (Volta), as torch has it.
+#: The oldest compute capability that Triton supports (Volta).
 LEAST_CAPABILITY = (7, 0)
-#: Why no compiler looks into a divided layer.
+#: Reason given to torch.compiler.disable.
 _UNORDERED = "a layer is divided between a GPU and the CPU: a compiler sees no order between copies and computing"
 
 
@@ -37,7 +36,7 @@ def on_gpu(tensor: torch.Tensor) -> bool:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the parameters of ``model`` are: a GPU, or else the CPU. Of a divided one that is the GPU.
+    """Device of ``model``: the GPU if any parameter is on one (as in a divided model), else the CPU.
 
     Raises:
         DeviceError: on several GPUs, or some on the CPU.
@@ -57,7 +56,9 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def check_gpu(device: torch.device) -> None:
-    """Raises DeviceError where no kernel of ours can run: an old GPU, none, or no Triton."""
+    """Raises DeviceError if the Triton kernels cannot run: no GPU, an old one, not torch's current one, or no
+    Triton.
+    """
     if importlib.util.find_spec("triton") is None:
         raise DeviceError(
             "layers on a GPU",
@@ -90,7 +91,7 @@ def check_gpu(device: torch.device) -> None:
 
 
 def goes_to_gpu(fn: Callable[[torch.Tensor], torch.Tensor], here: torch.Tensor) -> bool:
-    """Whether ``fn``, which a module's ``_apply`` was given, moves tensors from the CPU to a GPU."""
+    """Whether ``fn``, the argument of a module's ``_apply``, moves tensors from the CPU to a GPU."""
     moved = fn(torch.empty(0, dtype=torch.float32, device=here.device))
     if not on_gpu(moved) or on_gpu(here):
         return False
@@ -99,7 +100,7 @@ def goes_to_gpu(fn: Callable[[torch.Tensor], torch.Tensor], here: torch.Tensor) 
 
 
 def stays(what: str) -> DeviceError:
-    """For what has no kernels on a GPU."""
+    """The error for a layer that has no GPU kernels."""
     return DeviceError(
         what,
         expected="it on the CPU",
@@ -109,7 +110,7 @@ def stays(what: str) -> DeviceError:
 
 
 def check_gpu_has_kernels(site: FFNSite, weights: str, predictor: str) -> None:
-    """Raises DeviceError or UnsupportedModelError: no kernel on a GPU has such neurons, predictor or activation."""
+    """Raises DeviceError or UnsupportedModelError if no GPU kernel supports the neurons, predictor or activation."""
     if has_two_formats(weights):
         raise stays(f"{site.key}, whose neurons are {weights}")
     if predictor == "signbit":
@@ -118,7 +119,7 @@ def check_gpu_has_kernels(site: FFNSite, weights: str, predictor: str) -> None:
 
 
 def check_together(key: str, x: torch.Tensor, rows: torch.Tensor) -> None:
-    """Raises DeviceError unless input and neurons are on one device. A layer that is only tried has none (meta)."""
+    """Raises DeviceError unless input and neurons are on one device. Neurons on ``meta`` are not checked."""
     if x.device != rows.device and not rows.is_meta:
         raise DeviceError(
             f"input of {key}",
@@ -129,10 +130,10 @@ def check_together(key: str, x: torch.Tensor, rows: torch.Tensor) -> None:
 
 
 class TransferBuffer:
-    """Between the CPU and a GPU: pinned memory, and a stream for copies. A copied model uses the same.
+    """Pinned memory and a copy stream between the CPU and a GPU. Copies of a model share it.
 
     Attributes:
-        turn: held from when an input leaves until its result is on its way back.
+        turn: held from the copy of an input until its result is on its way back.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -145,13 +146,13 @@ class TransferBuffer:
     def _pinned_like(self, what: str, like: torch.Tensor) -> torch.Tensor:
         held = self._pinned.get(what)
         if held is None or held.dtype != like.dtype or held.numel() < like.numel():
-            with torch.inference_mode(False):  # or calls outside of it could not write there
+            with torch.inference_mode(False):  # an inference tensor could not be written to outside of inference mode
                 held = torch.empty(like.numel(), dtype=like.dtype, pin_memory=True)
             self._pinned[what] = held
         return held[: like.numel()].view(like.shape)
 
     def leave(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """``x`` is on its way to the CPU; what is returned waits for it."""
+        """Start copying ``x`` to the CPU; the function returned waits for the copy."""
         x = x.contiguous()
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
@@ -167,13 +168,13 @@ class TransferBuffer:
         return wait
 
     def queue(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """The GPU is to do ``work``; what is returned gives its result, or one that is still to come."""
+        """Start ``work`` on the GPU; the function returned gives its result, which may be pending."""
         y = work()  # kernels are queued by themselves
         return lambda: y
 
     def enter(self, y: torch.Tensor) -> torch.Tensor:
-        """A tensor of the CPU, on the GPU."""
-        if self._entered is not None:  # of one sequence it is over: the input was computed from it
+        """Copy ``y`` from the CPU to the GPU."""
+        if self._entered is not None:  # done already within one sequence: the input was computed from it
             self._entered.synchronize()
         entered = self._pinned_like("enter", y).copy_(y).to(self.device, non_blocking=True)
         self._entered = torch.cuda.current_stream(self.device).record_event()
@@ -184,19 +185,19 @@ class TransferBuffer:
 
 
 class HybridFFN:
-    """What a layer, which stays on the CPU as a whole, computes with its first ``n_gpu`` neurons on a GPU.
+    """A layer with its first ``n_gpu`` neurons on a GPU; the CPU keeps the whole layer.
 
     Args:
-        layer: a :class:`~torch_pi2.layers.ffn.SparseFFN` that is not split. n_gpu: 0 to I; a multiple of
-            ``CHUNK`` (or I) over a store, whose results then have the same bits for any.
-        link: to the GPU. neuron_rows: those of the first neurons, of a layer over a store.
+        layer: a :class:`~torch_pi2.layers.ffn.SparseFFN` that is not split.
+        n_gpu: 0 to I. Over a store it must be a multiple of ``CHUNK``, or I; results then have the same bits for any
+            value.
+        link: to the GPU. neuron_rows: the first neurons, of a layer over a store.
 
     Attributes:
-        hot: the part there, a SparseFFN; None: no neurons. cold: that of the others, which share the layer's tensors;
-            None: all are there.
+        hot: the part on the GPU, a SparseFFN or None. cold: the part on the CPU, sharing the layer's tensors, or None.
     """
 
-    #: Neurons of a store's layer of which a GPU has whole numbers.
+    #: Granularity of ``n_gpu`` over a store.
     CHUNK = 64
 
     def __init__(self, layer: Any, n_gpu: int, link: TransferBuffer, neuron_rows: torch.Tensor | None = None) -> None:
@@ -208,8 +209,8 @@ class HybridFFN:
 
     @torch.compiler.disable(reason=_UNORDERED)
     def __call__(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
-        """What ``layer`` makes of ``x``, ``[..., H]``, on the GPU: both results have ``x``'s dtype, their sum is taken
-        in float32. Calls of several threads take turns.
+        """``layer(x)`` for ``x [..., H]`` on the GPU: both parts' results have ``x``'s dtype and are added in float32.
+        Threads take turns.
         """
         self._follow(layer)
         y: torch.Tensor
@@ -224,7 +225,7 @@ class HybridFFN:
             return y if hot is None else (hot().float() + y.float()).to(x.dtype)
 
     def refresh(self, layer: Any) -> None:
-        """The GPU has the weights of ``layer`` from now on, which is in memory and has others than before."""
+        """Copy changed weights of ``layer``, which is in memory, to the GPU."""
         if self.hot is not None:
             for name in ("neuron_rows", "bias_gate", "bias_up", "bias_down"):
                 there = self.hot._buffers[name]
@@ -232,7 +233,7 @@ class HybridFFN:
                     there.copy_(layer._buffers[name][: len(there)])
 
     def _follow(self, layer: Any) -> None:
-        """What a plan has said of the layer since the last call, and its mode, are for its parts, too."""
+        """Pass the layer's plan settings and mode on to its parts."""
         if self._followed != (layer.by_batch, layer.dense_from, layer.training):
             self._followed = layer.by_batch, layer.dense_from, layer.training
             for part in (self.hot, self.cold):
@@ -241,16 +242,16 @@ class HybridFFN:
 
 
 class HybridExperts:
-    """What a mixture of experts, which stays on the CPU as a whole, computes with some of its experts on a GPU.
+    """A mixture of experts with some of its experts on a GPU; the CPU keeps all of them.
 
-    They ask their predictors there, so that what is computed of each is as without.
+    Experts on the GPU run their predictors there, with the same decisions.
 
     Args:
         layer: a :class:`~torch_pi2.layers.experts.SparseExperts` that is not split. there: experts on the GPU.
-        link: to the GPU. neuron_rows: theirs, ``[experts there, ...]``, of a layer over a store.
+        link: to the GPU. neuron_rows: of those experts, ``[experts there, ...]``, over a store.
 
     Attributes:
-        there: as given. hot: a SparseExperts of them; None: there are none.
+        there: as given. hot: a SparseExperts of them, or None.
     """
 
     def __init__(
@@ -259,7 +260,7 @@ class HybridExperts:
         self.there, self.link = tuple(there), link
         self.experts = experts = len(layer.sites)
         self.hot = layer.part(self.there, link.device, neuron_rows) if there else None
-        place_E1 = torch.full((experts + 1,), len(there), dtype=torch.int64)  # where no expert is
+        place_E1 = torch.full((experts + 1,), len(there), dtype=torch.int64)  # the index of no expert
         place_E1[list(there)] = torch.arange(len(there))
         self._place_E1 = place_E1.to(link.device)
         self._cold_E1 = torch.arange(experts + 1)
@@ -267,8 +268,8 @@ class HybridExperts:
 
     @torch.compiler.disable(reason=_UNORDERED)
     def __call__(self, layer: Any, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
-        """What ``layer`` makes of ``x [T, H]`` on the GPU, whose experts and their weights are ``[T, k]``: both results
-        have ``x``'s dtype, their sum is taken in float32. Calls of several threads take turns.
+        """``layer(x)`` for ``x [T, H]`` on the GPU, expert indices and routing weights ``[T, k]``: both parts' results
+        have ``x``'s dtype and are added in float32. Threads take turns.
         """
         y: torch.Tensor
         if len(self.there) == self.experts:
@@ -295,18 +296,21 @@ class HybridExperts:
         return y
 
     def _cold(self, index_Tk: torch.Tensor) -> torch.Tensor:
-        """Experts that the CPU computes; what is no expert stays for its operator to refuse, but -1 is none."""
+        """Indices of experts that the CPU computes. Invalid ones stay, for the operator to refuse; -1 means no
+        expert.
+        """
         known_Tk = index_Tk.clamp(-1, self.experts)
         return torch.where(known_Tk == index_Tk, self._cold_E1[known_Tk], index_Tk)
 
 
 def stays_as_it_is(layer: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    """Whether ``fn``, which the ``_apply`` of ``layer`` was given, only moves a split layer to where its part is.
+    """Whether ``fn``, the argument of ``layer._apply``, leaves a split layer unchanged: it moves to the GPU of its
+    part.
 
-    Whatever else is done ends a split; with a warning where a conversion does: the layer is on the CPU as a whole then.
+    Any other change ends the split, and a dtype conversion logs a warning: the layer is whole on the CPU then.
 
     Raises:
-        DeviceError, UnsupportedModelError: on the way to a GPU that has no kernels for it.
+        DeviceError, UnsupportedModelError: a move to a GPU that has no kernels for the layer.
     """
     if layer.split is not None:
         there = torch.empty(0, dtype=layer.dtype, device=layer.split.link.device)
@@ -328,11 +332,11 @@ def stays_as_it_is(layer: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> bo
 
 
 def _as_bytes(*tensors: torch.Tensor) -> torch.Tensor:
-    """One tensor, to be copied at once, of several whose numbers get no longer from one to the next."""
+    """The bytes of ``tensors`` in one tensor, for one copy; element sizes must not increase from one to the next."""
     return torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
 
 
 def _from_bytes(held: torch.Tensor, *like: torch.Tensor) -> list[torch.Tensor]:
-    """Views of ``held``, which was made by :func:`_as_bytes` of such tensors."""
+    """Inverse of :func:`_as_bytes`: views of ``held`` with the shapes and dtypes of ``like``."""
     parts = held.split([tensor.nbytes for tensor in like])
     return [part.view(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]

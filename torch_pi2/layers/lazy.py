@@ -1,12 +1,12 @@
 """FFNs whose activation is code of a bigger block: ``x + fc2(F.relu(fc1(norm(x))))``.
 
-No module computes such an FFN alone, and the block's code cannot be swapped. So the first linears return a
-:class:`LazyFFN`, a tensor that has computed nothing and writes down what is done to it; the down linear reads
-that note. If the note says what the plan says (checked numerically once per distinct note), the sparse layer
-runs on the remembered input. In every other case the values are computed densely after all: slower, never wrong.
+No module computes such an FFN alone, and the block's code cannot be replaced. So the first linears return a
+:class:`LazyFFN`, a tensor without values that records the operations applied to it, and the down linear reads this
+record (the note). If the note is the planned formula (checked numerically once per distinct note), the sparse layer
+runs on the remembered input. Otherwise the values are computed densely: slower, never wrong.
 
-Once its values were needed, a lazy tensor keeps them and is an ordinary one, and so are its views: what follows may
-change them in place, in ways that no note could follow.
+A lazy tensor whose values were needed keeps them and behaves like an ordinary one, and so do its views: later in-place
+changes could not be recorded.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _MAY_ALIAS = (
     | {"contiguous", "detach", "dropout", "pos", "positive"}
 )
 
-#: Notes remembered per layer; a new sequence length makes a new one only where sizes are written into the code.
+#: Checked notes remembered per layer; a new sequence length needs a new one only where sizes are written into the code.
 _MAX_NOTES = 256
 
 
 @dataclass(frozen=True, eq=False)
 class Leaf:
-    """``source(x)`` of one first linear, ``x`` being a copy: the caller may change its own before it is used."""
+    """``source(x)`` of one first linear; ``x`` is a copy, since the caller may change its own tensor later."""
 
     source: LazySource
     x: torch.Tensor
@@ -80,7 +80,7 @@ Note = Leaf | Call
 
 
 def leaves(note: Any) -> Iterator[Leaf]:
-    """All leaves of a note, each as often as it is used."""
+    """All leaves of a note, repeated as often as they are used."""
     if isinstance(note, Leaf):
         yield note
     elif isinstance(note, Call):
@@ -95,7 +95,7 @@ def evaluate(
     ignore_casts: bool,
     known: Sequence[tuple[Note, torch.Tensor]] = (),
 ) -> Any:
-    """Carry out what a note says; every node once, those in ``known`` not at all."""
+    """Compute a note's value; each node once, nodes in ``known`` not at all."""
     done: dict[int, Any] = {id(part): tensor for part, tensor in known}
 
     def value(part: Any) -> Any:
@@ -119,11 +119,11 @@ def evaluate(
 
 
 class LazyFFN(torch.Tensor):
-    """Shape and dtype of a projection's result, and the note of how to get its values.
+    """Shape and dtype of a projection's result, with the note that computes its values.
 
     Attributes:
-        base: the lazy tensor of which it may be a view. viewed: whether others may be views of it.
-        dense: its values, once they were needed.
+        base: the lazy tensor that this may be a view of. viewed: whether others may be views of this one.
+        dense: the values, once computed.
     """
 
     note: Note
@@ -133,7 +133,7 @@ class LazyFFN(torch.Tensor):
 
     @staticmethod
     def wrap(note: Note, like: torch.Tensor, base: LazyFFN | None = None) -> LazyFFN:
-        """A lazy tensor with shape, dtype and device of ``like``, whose device may be ``meta``."""
+        """A lazy tensor with the shape and dtype of ``like``, which may be on ``meta``."""
         device = next(leaves(note)).x.device
         lazy: LazyFFN = torch.Tensor._make_wrapper_subclass(LazyFFN, like.shape, dtype=like.dtype, device=device)
         lazy.note, lazy.base, lazy.viewed, lazy.dense = note, base, False, None
@@ -143,11 +143,11 @@ class LazyFFN(torch.Tensor):
 
     @property
     def computed(self) -> bool:
-        """Whether its values were needed, or those of what it is a view of: they may have been changed in place."""
+        """Whether its values or its base's were computed, and may since have been changed in place."""
         return self.dense is not None or (self.base is not None and self.base.computed)
 
     def values(self) -> torch.Tensor:
-        """Computed densely, at the first call; views of each other share memory as ordinary tensors do."""
+        """The dense values, computed at the first call; views share memory as ordinary tensors do."""
         if self.dense is None:
             known = [] if self.base is None else [(self.base.note, self.base.values())]
             self.dense = evaluate(self.note, lambda leaf: leaf.source.dense(leaf.x), ignore_casts=False, known=known)
@@ -171,7 +171,7 @@ class LazyFFN(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        # C++ code that does not know __torch_function__ ends up here
+        # reached from C++ code that bypasses __torch_function__
         args, kwargs = _with_values((args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -184,7 +184,7 @@ def _with_values(tree: Any) -> Any:
 
 
 def _note_down(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A lazy result of an elementwise call; sizes and dtypes come from running it on ``meta`` tensors."""
+    """The lazy result of an elementwise call; its shape and dtype come from a run on ``meta``."""
 
     def as_meta(lazy: LazyFFN) -> torch.Tensor:
         with torch._C.DisableTorchFunctionSubclass():
@@ -211,7 +211,6 @@ def _note_down(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _warn_compiled(_context: Any) -> None:
-    """While a graph is compiled."""
     log_once(
         "torch.compile computes feed-forward layers densely, and slowly, whose activation is code of a bigger block: "
         "run such a model without it, or move each layer with its activation into a module of its own"
@@ -247,7 +246,7 @@ class LazySource:
         width = home.site.intermediate * len(self.roles)
         shape = (*x.shape[:-1], width)
         x = x.values() if isinstance(x, LazyFFN) else x
-        # a copy of [T, H] is nothing beside the matmuls, and a later change of x by whatever view of it is harmless
+        # copying [T, H] is cheap beside the matmuls, and protects against later changes of x through any view
         return LazyFFN.wrap(Leaf(self, x.clone(), shape), torch.empty(shape, dtype=result_dtype(x), device="meta"))
 
     def dense(self, x: torch.Tensor) -> torch.Tensor:
@@ -257,7 +256,7 @@ class LazySource:
 
 
 class LazyDown:
-    """``forward`` of the down linear: runs the sparse layer on the input that a :class:`LazyFFN` remembers."""
+    """``forward`` of the down linear: runs the sparse layer on the input remembered by a :class:`LazyFFN`."""
 
     def __init__(self, ffn: SparseFFN, formula: Formula) -> None:
         self.ffn = ffn
@@ -308,7 +307,7 @@ class LazyDown:
             out: torch.Tensor = evaluate(note, lambda leaf: given[leaf.source.stream], ignore_casts=True)
             return out
 
-        with temporarily_clear_interpreter_stack():  # under torch.vmap: probes are no part of what it maps
+        with temporarily_clear_interpreter_stack():  # under torch.vmap: probes are not mapped over
             return computes(region, shapes, self.ffn.site.intermediate, self.formula)
 
 
@@ -325,5 +324,5 @@ def _has_reshape(note: Any) -> bool:
 def _cast(
     projection: tuple[torch.Tensor, torch.Tensor | None], x: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    weight, bias = projection  # of a layer with neurons on a GPU it is on the CPU
+    weight, bias = projection  # on the CPU, if neurons are on a GPU
     return weight.to(x), None if bias is None else bias.to(x)

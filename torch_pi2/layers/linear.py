@@ -1,4 +1,4 @@
-"""``QuantLinear`` and ``QuantEmbedding``: layers over quantised rows, in the place of float ones."""
+"""``QuantLinear`` and ``QuantEmbedding``: linear layers and embeddings with quantised weights."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from torch_pi2.ops.linear import ROWS as BLOCK_ROWS
 from torch_pi2.ops.linear import from_blocks, to_blocks
 from torch_pi2.ops.quantized import RelativeError, check_kind, check_rows_kind, quantize
 
-#: Float32 bytes of the rows that are quantised or dequantised at a time.
+#: Size in float32 of the rows quantised or dequantised at a time.
 CHUNK_BYTES = 32 << 20
 
 
 class _OverRows(nn.Module):
-    """Shows its ``weight`` as a parameter without values, which has the ``dtype`` of the float module it stands for."""
+    """Has a ``weight`` parameter without values, in the ``dtype`` of the float module that this one replaces."""
 
     rows: torch.Tensor
     weight: OffloadedParameter
@@ -39,31 +39,29 @@ class _OverRows(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the float module that this one stands for."""
+        """Dtype of the float module that this one replaces."""
         return self.weight.dtype
 
     @dtype.setter
     def dtype(self, dtype: torch.dtype) -> None:
-        self._kind = dtype  # Dynamo asks of an offloaded parameter more than it answers
+        self._kind = dtype  # Dynamo cannot trace through an offloaded parameter
         name = f"{self._name}.weight"
         weight = OffloadedParameter.make(name, (len(self.rows), self._columns), dtype)
         object.__setattr__(self, "_parameters", GuardedParameters({"weight": weight}, {"weight": name}, None))
 
 
 class QuantLinear(_OverRows):
-    """``x W^T + bias``: ``[..., K] -> [..., N]``, W as 4- or 8-bit integers with a scale per 32 of them, or in blocks
-    as GGUF files have them (:data:`torch_pi2.formats.GGML`).
+    """``x W^T + bias``: ``[..., K] -> [..., N]``, W as 4- or 8-bit integers with a scale per group of 32, or in GGUF
+    blocks (:data:`torch_pi2.formats.GGML`).
 
-    Outside it still looks like the float layer: ``state_dict`` has ``weight`` and ``bias`` with the numbers that the
-    rows stand for, in the dtype that the float layer had, and ``weight`` is a parameter without values
-    (:mod:`torch_pi2.base.offloaded`). The way back is closed: loading a float ``state_dict`` is an
-    error, since it would have to be quantised again, and what was rounded away is gone.
+    It looks like the float layer: ``state_dict`` has ``weight`` and ``bias`` dequantised to the float layer's dtype,
+    and ``weight`` is a parameter without values (:mod:`torch_pi2.base.offloaded`). Loading a float ``state_dict`` is an
+    error, since the weights would have to be quantised again.
 
     Attributes:
         in_features, out_features: K and N. weights: ``int4``, ``int8`` or one of ``GGML``.
         int8_activations: ``x`` is rounded to int8 per group of 32 first (lossy, faster).
-        dtype: of the float layer it stands for.
-        blocks: rows are in blocks (:meth:`use_blocks`).
+        dtype: of the float layer. blocks: whether rows are in blocks (:meth:`use_blocks`).
 
     Buffers (not in ``state_dict`` as such): ``rows`` uint8 ``[N, row_bytes(K)]``; ``bias`` float32 ``[N]`` or None.
     """
@@ -106,15 +104,13 @@ class QuantLinear(_OverRows):
         name: str = "the linear layer",
         rows: torch.Tensor | None = None,
     ) -> QuantLinear:
-        """Quantise ``linear``, a few rows at a time; it is left as it was.
+        """Quantise ``linear``, which stays unchanged, a few rows at a time.
 
         Args:
-            importance: ``[K]``, how much a column's squared error counts (None: all the same).
-            name: for messages. rows: made elsewhere, to be taken as they are.
+            importance: ``[K]``, weight of a column's squared error (None: equal).
+            name: for messages. rows: quantised rows to use as they are.
 
-        Raises:
-            NonFiniteError, DtypeError, ShapeError, ConfigError: see :func:`torch_pi2.ops.quantized.quantize`.
-            DeviceError: its weight is not on the CPU.
+        Raises: as :func:`torch_pi2.ops.quantized.quantize`.
         """
         w_NK = linear.weight.detach()
         check_on_cpu(f"device of {name}", w_NK.device)
@@ -147,7 +143,7 @@ class QuantLinear(_OverRows):
         if self.blocks:
             y: torch.Tensor = torch.ops.pi2.linear_blocks(input, self.rows, self.bias, self.weights)
         elif on_gpu(input) and call_mode.single_steps and self.weights not in GGML:
-            # so many at a time as have the bits of each alone
+            # in pieces small enough that each token has the bits it has alone
             few = products_from(self.weights, self.in_features, input.dtype.itemsize) - 1
             parts = input.reshape(-1, self.in_features).split(few)
             y = torch.cat([self._times(part) for part in parts]).view(*input.shape[:-1], self.out_features)
@@ -160,13 +156,13 @@ class QuantLinear(_OverRows):
         return y
 
     def dequantized(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """``[N, K]``: the numbers that the rows stand for, in ``dtype`` (None: the float layer's)."""
+        """The dequantised weight ``[N, K]`` in ``dtype`` (None: the float layer's)."""
         rows = self.in_row_order()
         w_NK: torch.Tensor = torch.ops.pi2.dequantize(rows, self.weights, self.in_features, dtype or self.dtype)
         return w_NK
 
     def use_blocks(self) -> None:
-        """Put the rows in blocks of 16, in place, where this CPU's kernels like that; lossless (but see ``linear``)."""
+        """Store rows in blocks of 16, in place, if this CPU's kernels prefer them; the values do not change."""
         wanted = wants_blocks(self.weights, self.out_features, self.in_features, self.int8_activations)
         if wanted and not self.blocks and not self.rows.is_meta:
             step = max(1, CHUNK_BYTES // (BLOCK_ROWS * self.rows.shape[1])) * BLOCK_ROWS
@@ -175,11 +171,11 @@ class QuantLinear(_OverRows):
             self.blocks = True
 
     def in_row_order(self) -> torch.Tensor:
-        """uint8 ``[N, row_bytes(K)]``: rows as they are in files; a copy if they are in blocks."""
+        """uint8 ``[N, row_bytes(K)]``: rows in file order; a copy if they are in blocks."""
         return from_blocks(self.rows, self.weights, self.in_features) if self.blocks else self.rows
 
     def leave_blocks(self) -> None:
-        """Rows in their own order from now on, in a tensor of their own: what a file or another machine wants."""
+        """Store rows in file order from now on, in a new tensor if they were in blocks."""
         self.rows, self.blocks = self.in_row_order(), False
 
     def relative_error(self, w_NK: torch.Tensor) -> float:
@@ -191,7 +187,7 @@ class QuantLinear(_OverRows):
         return error.relative
 
     def _apply(self, fn: Any, recurse: bool = True) -> QuantLinear:
-        """``model.to(dtype)`` changes what is said about the dtype, never rows or the float32 bias."""
+        """``model.to(dtype)`` changes the dtype shown to callers, never rows or the float32 bias."""
         if goes_to_gpu(fn, self.rows) and self.blocks:
             self.leave_blocks()
         convert(self, fn, recurse, ["bias"], apply_without_offloaded)
@@ -219,19 +215,19 @@ class QuantLinear(_OverRows):
 
 
 def can_stand_for(module: nn.Module) -> bool:
-    """Whether ``module`` is an embedding that :class:`QuantEmbedding` computes: a plain one, or one with a scale."""
+    """Whether ``module`` is an embedding that :class:`QuantEmbedding` can replace: a plain one, or one with a scale."""
     scaled = isinstance(module, nn.Embedding) and type(module).__name__.endswith("TextScaledWordEmbedding")
     return type(module) is nn.Embedding or (scaled and isinstance(getattr(module, "embed_scale", None), torch.Tensor))
 
 
 class QuantEmbedding(_OverRows):
-    """Tokens ``[...]`` -> ``[..., K]`` in the dtype of the embedding it stands for; a row is read when it is wanted.
+    """Tokens ``[...]`` -> ``[..., K]`` in the dtype of the float embedding; only the rows looked up are dequantised.
 
     Attributes:
-        num_embeddings, embedding_dim: rows and K. weights: the format. padding_idx: as of ``nn.Embedding``.
-        dtype: of the float embedding it stands for. embed_scale: what its result is multiplied by, or None.
+        num_embeddings, embedding_dim: number of rows and K. weights: the format. padding_idx: as in ``nn.Embedding``.
+        dtype: of the float embedding. embed_scale: factor of the result, or None.
 
-    Buffers (not in ``state_dict`` as such): ``rows`` uint8 ``[num_embeddings, row bytes of K]``.
+    Buffers (not in ``state_dict`` as such): ``rows`` uint8 ``[num_embeddings, row_bytes(K)]``.
     """
 
     embed_scale: torch.Tensor | None
@@ -253,7 +249,7 @@ class QuantEmbedding(_OverRows):
         self.register_buffer("embed_scale", embed_scale, persistent=False)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        rows = self.rows.index_select(0, input.reshape(-1))  # negative ones are errors
+        rows = self.rows.index_select(0, input.reshape(-1))  # raises on negative indices
         made: torch.Tensor = torch.ops.pi2.dequantize(rows, self.weights, self.embedding_dim, self._kind)
         if self.embed_scale is not None:
             made = made * self.embed_scale.to(made.dtype)

@@ -1,4 +1,4 @@
-"""Layers whose neurons stay in a store on flash: a store with its cache (:class:`Store`), and the layer over it."""
+"""``Store``: a neuron store on flash with its cache; ``OffloadedFFN``: a layer whose neurons are in it."""
 
 from __future__ import annotations
 
@@ -30,34 +30,33 @@ from torch_pi2.types.site import FFNSite
 
 _log = logging.getLogger("torch_pi2")
 
-#: As the core says it.
 _NO_MEMORY = "no memory"
-#: Figures of ``torch.ops.pi2.store_stats``, in its order.
+#: Names of the numbers of ``torch.ops.pi2.store_stats``, in order.
 STATISTICS = (
     "calls", "wanted", "hits", "reads", "bytes_read", "evictions", "uncached",
     "wait_ns", "busy_ns", "io_ns", "resident", "slots", "cache_bytes", "staging_bytes",
     "guessed", "used", "late", "fixed", "arranging", "left_out", "experts_left_out",
 )  # fmt: skip
-#: Tokens of layers' calls, added up, after which memory that was freed is given back.
+#: After this many tokens, summed over the layers' calls, freed memory is returned to the system.
 _TRIM_TOKENS = 512
-#: What the core says of a store that it cannot open for reasons that are not in the file.
+#: Beginnings of core messages about a store that did not open for reasons outside of the file.
 _NOT_OF_THE_FILE = ("engine: no thread", "options: ", "policy: ", "device: ")
 
 
-#: By number, which is all that compiled code knows of a store.
+#: Number -> store: compiled code passes the number.
 open_stores: weakref.WeakValueDictionary[int, Store] = weakref.WeakValueDictionary()
 
 
 class Store:
-    """An open ``model.pi2`` and the cache over it. Closed when the last layer that uses it is gone.
+    """An open ``model.pi2`` and its cache. It closes when the last layer over it is gone.
 
     Args:
         path: of the file.
-        cache_bytes: for neurons in memory; ``stats()["staging_bytes"]`` beside it are for what has no room there.
-        token_bytes: what an average token wants, if known.
+        cache_bytes: for cached neurons. ``stats()["staging_bytes"]`` come on top, for neurons that do not fit there.
+        token_bytes: bytes that an average token needs, if known.
 
     Raises:
-        ArtifactError: not a store, damaged, or the system cannot read it as ``config`` says.
+        ArtifactError: not a store, or damaged. ConfigError: the system cannot read it as ``config`` says.
     """
 
     def __init__(
@@ -66,20 +65,20 @@ class Store:
         load()
         self.path, self.config = Path(path).absolute(), config or OffloadConfig()  # the current folder may change
         self.token_bytes, self.opened_bytes = token_bytes, cache_bytes
-        #: Of the models over it (one and its copies), of which the cache is a part; None: of none. Whether they are to
-        #: keep to it: nobody has asked for that of a shard.
+        #: Budget of the models over it (one and its copies), which includes the cache; and whether it is enforced,
+        #: which it is not for a shard.
         self.budget: Budget | None = None
         self.limited = False
         self._warned = set[str]()
         self._contexts, self._lock = weakref.WeakKeyDictionary[object, int](), threading.Lock()
         self._since_trim = 0
-        #: What :meth:`arrange` has asked for; None: nothing.
+        #: Argument of the last :meth:`arrange`.
         self.resident: tuple[int, ...] | None = None
         self.hot_share: float = self._hot_share(cache_bytes)
         self.device = None if self.config.device is None else find_device(self.config.device)
         self.number = self._open(cache_bytes)
         open_stores[self.number] = self
-        #: By layer, its first neurons that are computed elsewhere (:meth:`leave_out`).
+        #: Number of first neurons computed elsewhere, by layer (:meth:`leave_out`).
         self.left_out = [0] * len(self.layers())
         self._close = weakref.finalize(self, _close, self.number)
 
@@ -116,7 +115,7 @@ class Store:
         )
 
     def _problem(self, found: str) -> Pi2Error:
-        """What the core says of the file, or of opening it."""
+        """The error for a message of the core about the file, or about opening it."""
         if found.startswith(_NO_MEMORY):
             return _no_memory(str(self.path))
         if found.startswith(_NOT_OF_THE_FILE):
@@ -137,7 +136,7 @@ class Store:
         return self
 
     def __deepcopy__(self, _memo: Any) -> Store:
-        return self  # a copied model reads from the same store, which stays open as long as either
+        return self  # copies of a model share the store, which stays open as long as any of them
 
     def __reduce__(self) -> Any:
         raise ConfigError(
@@ -148,8 +147,7 @@ class Store:
         )
 
     def leave_out(self, layer: int, first: Sequence[int]) -> None:
-        """The first so many neurons of ``layer``, and of those after it, are computed elsewhere: what :meth:`preload`
-        fills begins after them.
+        """Leave neurons to another device: ``first[i]`` of layer ``layer + i``. :meth:`preload` skips them.
 
         Raises:
             ArtifactError: the store has been closed.
@@ -159,20 +157,21 @@ class Store:
             torch.ops.pi2.store_leave_out(self.number, self.left_out)
 
     def preload(self) -> None:
-        """Fill what is free of the cache with the most frequent neurons. Raises ArtifactError."""
+        """Fill the free part of the cache with the most frequent neurons. Raises ArtifactError."""
         with explained(str(self.path)):
             problem = torch.ops.pi2.store_preload(self.number)
         if problem:
             raise self._problem(problem)
 
     def resize(self, cache_bytes: int) -> None:
-        """Give the cache another size, at most that with which the store was opened; between two calls of its layers.
+        """Change the size of the cache, at most to the size it was opened with; call it between two calls of its
+        layers.
 
-        What has no room any more leaves, as the policy says, and its memory goes back to the system. What is new is
-        empty: :meth:`preload` fills it. Results keep their bits.
+        Neurons that no longer fit are evicted by the policy, and their memory returns to the system. New space is empty
+        until :meth:`preload`. Results keep their bits.
 
         Raises:
-            ConfigError: a size that it cannot have, or engine ``mmap``, which has no cache.
+            ConfigError: an impossible size, or engine ``mmap``, which has no cache.
             ArtifactError: the store has been closed.
         """
         share = self._hot_share(cache_bytes)
@@ -182,23 +181,23 @@ class Store:
         self.hot_share = share
 
     def arrange(self, resident: Sequence[int], cache_bytes: int | None = None) -> None:
-        """From now on the first so many neurons of each layer, the most frequent, never leave the cache; others may.
+        """Pin the first ``resident[i]`` neurons of each layer i, the most frequent, in the cache; others may be
+        evicted.
 
-        Of a layer whose first neurons are computed elsewhere (:meth:`leave_out`), those behind them.
+        In a layer with neurons computed elsewhere (:meth:`leave_out`), the neurons after those.
 
-        Returns at once where the cache keeps its size; else it waits for the layer that is being computed, and takes
-        milliseconds. What is missing is read while calls go on, after what those wait for, and on demand if that fails.
-        ``stats()["arranging"]`` is 0 when they are all there, ``stats()["fixed"]`` how many.
-        Where the cache has no room for all of them, it is for the most frequent of all layers alike. The next call
-        replaces this one; :meth:`preload` fills the rest of the cache, and ``hot_share`` has no meaning any more.
-        Results keep their bits. Any thread may call this, at any time.
+        It returns at once if the cache keeps its size; otherwise it waits for the layer in progress, some milliseconds.
+        Missing neurons are read in the background after reads that calls wait for, and on demand if that fails.
+        ``stats()["arranging"]`` is 0 when all are there; ``stats()["fixed"]`` counts them. If they do not all fit, the
+        most frequent of all layers are pinned. The next call replaces this one; :meth:`preload` fills the rest of the
+        cache, and ``hot_share`` no longer applies. Results keep their bits. Any thread may call this at any time.
 
         Args:
-            resident: neurons, for each layer of the store.
-            cache_bytes: another size of the cache, as :meth:`resize` has it; None: the size that it has.
+            resident: number of neurons, for each layer of the store.
+            cache_bytes: new size of the cache, as in :meth:`resize`; None: unchanged.
 
         Raises:
-            ConfigError: numbers that it cannot have, or engine ``mmap``, which has no cache. All is as it was.
+            ConfigError: impossible numbers, or engine ``mmap``, which has no cache; nothing is changed.
             ArtifactError: the store has been closed.
         """
         wanted = tuple(int(n) for n in resident)
@@ -211,7 +210,7 @@ class Store:
         self.resident = wanted
 
     def _check_cache(self, problem: str) -> None:
-        """Raises ConfigError if the core says that there is a ``problem`` with what the cache is to be."""
+        """Raises ConfigError for a ``problem`` that the core reports about settings of the cache."""
         if not problem:
             return
         what, expected, found = parse_core_error(problem)
@@ -226,9 +225,9 @@ class Store:
         )
 
     def check_tokens(self, tokens: int) -> None:
-        """A call for so many tokens begins: log, once, that it takes more memory than the budget has room for.
+        """Called before a call for ``tokens`` tokens: warn once if it takes more memory than the budget allows.
 
-        Every so often what was freed before goes back to the system, or it would add to the budget.
+        Every ``_TRIM_TOKENS`` tokens, freed memory is returned to the system; it would count against the budget.
         """
         self._since_trim += tokens
         if self._since_trim >= _TRIM_TOKENS:
@@ -243,9 +242,7 @@ class Store:
             )
 
     def check_context(self, holder: object, tokens: int) -> None:
-        """``holder`` has keys and values of so many tokens from now on: log, once, that the budget has room for fewer
-        than all have that there are.
-        """
+        """Register that ``holder`` has a KV cache for ``tokens`` tokens: warn once if all of them exceed the budget."""
         with self._lock:
             self._contexts[holder] = tokens
             tokens = sum(self._contexts.values())
@@ -258,13 +255,13 @@ class Store:
             )
 
     def warn_once(self, message: str, of: str) -> None:
-        """Log it, if nothing has been ``of`` this store before."""
+        """Log ``message``, unless one of the kind ``of`` was logged for this store before."""
         if of not in self._warned:
             self._warned.add(of)
             _log.warning("%s: %s", self.path.parent.parent, message)
 
     def close(self) -> None:
-        """Give memory and threads back now; layers over this store raise from then on."""
+        """Free memory and threads now; layers over this store raise from then on."""
         self._close()
 
     def layers(self) -> list[tuple[int, int, int]]:
@@ -276,22 +273,22 @@ class Store:
         return [(int(n), int(h), int(r)) for n, h, r, *_ in torch.ops.pi2.store_layers(self.number).tolist()]
 
     def describe(self) -> str:
-        """Engine, and whether reads are direct: ``pread, direct``, or ``simulated ufs-4.0 over pread, direct``."""
+        """Engine and mode of reads: ``pread, direct``, or ``simulated ufs-4.0 over pread, direct``."""
         with explained(str(self.path)):
             found = str(torch.ops.pi2.store_describe(self.number))
         return found.replace("simulated device", f"simulated {self.device.name}") if self.device else found
 
     @checked
     def stats(self, *, reset: bool = False) -> dict[str, int]:
-        """Since the last reset: calls, neurons wanted and found, reads, bytes, nanoseconds; and the cache's sizes.
+        """Counters since the last reset (calls, neurons wanted and found, reads, bytes, nanoseconds), and cache sizes.
 
         ``wait_ns`` and ``busy_ns`` are sums over compute threads: waiting for neurons, and in layers at all.
-        ``evictions``, ``uncached`` (read into ``staging_bytes``, as the cache had no room), ``guessed`` (read before
-        their layer was reached; without ``lookahead``, too, of layers that want nearly all neurons, one after the
-        other) and ``used`` of these, ``resident``, ``slots``, ``fixed`` (never evicted) and ``arranging`` (see
-        :meth:`arrange`) are slots of the file: mostly a neuron each, of mixtures with dense experts a run of neurons.
-        ``left_out`` are neurons that predictors wanted and ``OffloadConfig.miss_margin``
-        left out, ``experts_left_out`` choices of an expert by a token that ``OffloadConfig.drop_experts`` did.
+        ``evictions``, ``uncached`` (read into ``staging_bytes``, as the cache was full), ``guessed`` (read before their
+        layer ran; also without ``lookahead``, in layers read whole) and ``used`` of these, ``resident``, ``slots``,
+        ``fixed`` (never evicted) and ``arranging`` (see :meth:`arrange`) count slots of the file: mostly a neuron each,
+        in mixtures with dense experts a run of neurons.
+        ``left_out``: predicted neurons that ``OffloadConfig.miss_margin`` dropped. ``experts_left_out``: (token,
+        expert) choices that ``OffloadConfig.drop_experts`` dropped.
         """
         with explained(str(self.path)):
             values = torch.ops.pi2.store_stats(self.number, reset).tolist()
@@ -326,7 +323,7 @@ def _no_memory(where: str) -> OutOfMemoryError:
 
 
 def unreadable(error: RuntimeError | MemoryError, where: str) -> ArtifactError | OutOfMemoryError | None:
-    """What to raise for an operator's ``error`` on the store ``where``; None if it is not about reading."""
+    """The error to raise for an operator's ``error`` on the store ``where``; None if it is not about reading."""
     if isinstance(error, MemoryError):
         return _no_memory(where)
     first = str(error).splitlines()[0]
@@ -345,7 +342,7 @@ def unreadable(error: RuntimeError | MemoryError, where: str) -> ArtifactError |
 
 @contextmanager
 def explained(where: str) -> Iterator[None]:
-    """An operator's error that :func:`unreadable` knows is raised as it says."""
+    """Context that turns an operator's error into that of :func:`unreadable`, if it has one."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -356,7 +353,7 @@ def explained(where: str) -> Iterator[None]:
 
 
 class InStore:
-    """What a module over a :class:`Store` has in common with others; before the module's own class among its bases."""
+    """Mixin of modules over a :class:`Store`; it comes before the module's own class among the bases."""
 
     site: FFNSite
     _store: tuple[Store, ...]  # a tuple: not a module
@@ -367,7 +364,7 @@ class InStore:
         return self._store[0]
 
     def read(self, operator: Any, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        """``operator(x, *arguments)``, which reads the store. Raises ArtifactError, OutOfMemoryError: it cannot."""
+        """``operator(x, *arguments)``, which reads the store. Raises ArtifactError or OutOfMemoryError if it cannot."""
         y: torch.Tensor
         if torch.compiler.is_compiling():
             y = operator(x, *arguments)
@@ -378,7 +375,7 @@ class InStore:
         return y
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """``model.to(...)``: the neurons, which are not here, stay on ``meta``."""
+        """``model.to(...)`` leaves the neurons on ``meta``."""
         neuron_rows = self._buffers["neuron_rows"]
         assert neuron_rows is not None
         self._buffers["neuron_rows"] = torch.empty(0, dtype=neuron_rows.dtype)
@@ -392,25 +389,25 @@ class InStore:
 
 
 class OffloadedFFN(InStore, SparseFFN):
-    """A ``SparseFFN`` whose neurons are in a :class:`Store`, not in memory: the same bits.
+    """A ``SparseFFN`` whose neurons are in a :class:`Store`, with the same results bit for bit.
 
-    ``neuron_rows`` is on ``meta``; ``state_dict`` and what else needs all the numbers raises ConfigError. Reading that
-    fails raises ArtifactError; the next call may work. Under ``torch.compile`` that needs ``backend="torch_pi2"``: with
-    Inductor alone no Python of ours is in between, and the operator's RuntimeError is what arrives.
+    ``neuron_rows`` is on ``meta``; ``state_dict`` and whatever else needs all numbers raises ConfigError. A failed read
+    raises ArtifactError; the next call may work. Under ``torch.compile`` this needs ``backend="torch_pi2"``: Inductor
+    alone passes on the operator's RuntimeError.
     """
 
     in_memory = False
     store_layer: int
     #: Whether :meth:`announce` has been called.
     announced = False
-    #: Neurons that are computed elsewhere, before all others in plan order.
+    #: Number of first neurons in plan order that are computed elsewhere.
     first = 0
 
     @classmethod
     def over(
         cls, store: Store, store_layer: int, site: FFNSite, layer_plan: LayerPlan, kind: str, **settings: Any
     ) -> OffloadedFFN:
-        """As :meth:`SparseFFN.empty`, whose ``settings`` it takes, with the neurons of a layer of ``store``."""
+        """As :meth:`SparseFFN.empty` (``settings``: its arguments), with the neurons of a layer of ``store``."""
         layer = cls.empty(site, layer_plan, kind, **settings)
         assert isinstance(layer, OffloadedFFN)
         layer._store, layer.store_layer = (store,), store_layer  # a tuple: not a module
@@ -418,17 +415,17 @@ class OffloadedFFN(InStore, SparseFFN):
         return layer
 
     def split_off(self, n_gpu: int, link: TransferBuffer, neuron_rows: torch.Tensor | None = None) -> None:
-        """See the base class. The cache is for the other neurons from now on: :meth:`Store.preload` fills it."""
+        """See the base class. The cache then serves the other neurons; :meth:`Store.preload` fills it."""
         super().split_off(n_gpu, link, neuron_rows)
         self.store.leave_out(self.store_layer, [n_gpu])
 
     def end_split(self) -> None:
         super().end_split()
-        with suppress(ArtifactError):  # of a store that has been closed
+        with suppress(ArtifactError):  # the store may be closed
             self.store.leave_out(self.store_layer, [0])
 
     def part(self, first: int, last: int, neuron_rows: torch.Tensor | None = None) -> SparseFFN:
-        """See the base class: the first neurons in memory, as ``neuron_rows``; or the others, in the store."""
+        """See the base class: the first neurons in memory (``neuron_rows``), or the others in the store."""
         if neuron_rows is None:
             others = copy.copy(self)
             others.split, others.first, others.span = None, first, (0, last)
@@ -438,10 +435,10 @@ class OffloadedFFN(InStore, SparseFFN):
         return part
 
     def announce(self, batch: int = 1) -> None:
-        """Let the layer before this one in the store begin to read for it (``OffloadConfig.lookahead``).
+        """Let the layer before this one in the store read ahead for it (``OffloadConfig.lookahead``).
 
-        ``batch``: tokens of the calls that are to come, which say how many neurons are hot. A layer before this one
-        that has another hidden size (of a vision tower) has no input to guess by.
+        ``batch``: tokens of the coming calls, which decide how many neurons are hot. Without effect if the layer before
+        has another hidden size (a vision tower).
         """
         self.announced = True
         sizes = self.store.layers()[max(0, self.store_layer - 1) : self.store_layer]

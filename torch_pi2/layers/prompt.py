@@ -1,8 +1,8 @@
-"""Many tokens at once: the feed-forward layer as matrix products over slices of its neurons.
+"""The prompt path: a feed-forward layer on many tokens as matrix products over slices of its neurons.
 
-A long prompt's tokens together want nearly every neuron, and a matrix product uses a weight for all tokens at once;
-the sparse operator, made for few tokens, reads it for each. What is skipped there is multiplied by zero here, so the
-result is the same but for its last bits (another order of summation; bfloat16 inputs: products rounded to bfloat16).
+The tokens of a long prompt together need nearly every neuron. A matrix product reads a weight once for all tokens; the
+sparse operator, made for few tokens, reads it for each. Neurons that the operator skips are multiplied by zero here, so
+results differ only in the last bits (order of summation; bfloat16 inputs: products rounded to bfloat16).
 
 Measured on 4096 x 14336, 2 threads, 128 tokens: bfloat16 61 ms against 240 for the exact gate, and 36 for a predicted
 tenth of the neurons, which therefore stays with the sparse operator; int4 with float activations 132.
@@ -29,25 +29,26 @@ from torch_pi2.ops.gpu.operators import products_from, rows_at_once
 if TYPE_CHECKING:
     from torch_pi2.layers.ffn import SparseFFN
 
-#: Tokens from which on matrix products are used, where no plan says it (``SparseFFN.dense_from``).
+#: Number of tokens from which matrix products are used, unless ``SparseFFN.dense_from`` is set.
 PROMPT_TOKENS = 32
-#: Share of neurons computed, up to which a predicted layer is faster sparsely however many tokens there are; likewise.
+#: Up to this share of computed neurons, a predicted layer is faster sparse for any number of tokens; likewise.
 PREDICTED_SHARE = 0.15
-#: The same with int8 activations, where both ways have kernels for several tokens.
+#: The same with int8 activations, where both paths have kernels for several tokens.
 PREDICTED_SHARE_INT8 = 0.3
-#: Share of the neurons of an exact gate that fire, where nobody has counted: as of models that were made sparse.
+#: Assumed share of firing neurons with an exact gate, if there are no statistics: typical of sparsified models.
 _FIRING = 0.1
-#: Neurons per slice: their activations stay in the cache, and only so many weights are dequantised at a time.
+#: Neurons per slice: bounds dequantised weights, and keeps activations in the cache.
 _SLICE = 1024
 
 
 class _CallMode(threading.local):
-    """How the layers' calls in this thread are meant; what sets it is not in their arguments, which the model passes.
+    """Context of the layers' calls in this thread, which the model cannot pass as arguments.
 
     Attributes:
-        prompt_tokens: of the prompt that calls are chunks of; they are computed as the whole would be. 0: of none.
-        sparse_only: whatever the number of tokens, layers work as in decoding.
-        single_steps: tokens of a call are steps of one sequence, taken together: the bits of each alone.
+        prompt_tokens: length of the prompt that calls are chunks of: they are computed as the whole would be. 0: no
+            prompt.
+        sparse_only: layers work as in decoding, whatever the number of tokens.
+        single_steps: the tokens of a call are steps of one sequence, each with the bits of a call of its own.
     """
 
     prompt_tokens = 0
@@ -69,38 +70,38 @@ def _called_with(**settings: Any) -> Iterator[None]:
 
 
 def chunks_of_prompt(tokens: int) -> AbstractContextManager[None]:
-    """Within it calls are for chunks of a prompt of so many tokens, and are computed as the whole would be."""
+    """Context in which calls are chunks of a prompt of ``tokens`` tokens, computed as the whole would be."""
     return _called_with(prompt_tokens=tokens)
 
 
 def sparse_only() -> AbstractContextManager[None]:
-    """Within it layers work as in decoding, whatever the number of tokens: for measuring loss and sparsity.
+    """Context in which layers work as in decoding, whatever the number of tokens: for measuring loss and sparsity.
 
-    What a predictor misses shows in no loss that was taken over prompts computed densely.
+    A loss taken over prompts that are computed densely would not show what a predictor misses.
     """
     return _called_with(sparse_only=True)
 
 
 def single_steps() -> AbstractContextManager[None]:
-    """Within it the tokens of a call are steps of one sequence taken together: the bits of each alone.
+    """Context in which the tokens of a call are steps of one sequence, each with the bits of a call of its own.
 
-    Layers work as :func:`sparse_only` has it, with the hot neurons of one token (with predictors others miss others).
+    Layers work as in :func:`sparse_only`, with the hot neurons of one token.
     """
     return _called_with(single_steps=True, sparse_only=True)
 
 
 def decoded_together(x: torch.Tensor, hidden: int) -> int:
-    """Sequences, at most, that the tokens of ``x [..., hidden]`` belong to."""
+    """Upper bound of the number of sequences in ``x [..., hidden]``, for a decoding step."""
     return 1 if call_mode.single_steps else x.numel() // hidden
 
 
 def takes_prompt_path(layer: SparseFFN, x: torch.Tensor) -> bool:
-    """Whether :func:`prompt_ffn` is the faster way for the tokens of ``x [..., H]``."""
+    """Whether :func:`prompt_ffn` is the faster path for ``x [..., H]``."""
     if on_gpu(x):
         return _dense_on_gpu(layer, x)
     if _stays(layer, x) or x.dtype not in DTYPES.values() or not layer.in_memory:
         return False
-    if layer.int8_activations and layer.has_tiles:  # the operator's
+    if layer.int8_activations and layer.has_tiles:  # the operator has its own prompt path
         return False
     return _wants_all(layer) if layer.has_predictor else not layer.int8_activations
 
@@ -117,18 +118,20 @@ def _dense_on_gpu(layer: SparseFFN, x: torch.Tensor) -> bool:
 
 
 def _as_they_are(layer: SparseFFN) -> bool:
-    """Whether a product of matrices takes the rows of ``layer`` as they are; others are converted in each call."""
+    """Whether matrix products use the rows of ``layer`` unconverted."""
     return layer.weights == FLOAT and layer.dtype == _of_factors(layer.dtype)
 
 
 def dense_on_gpu_from(layer: SparseFFN) -> int:
-    """Tokens of a call from which on every neuron of ``layer`` is computed, where it is on a GPU: together they would
-    read more than that does, as each reads its own. For inputs of the layer's dtype."""
+    """Number of tokens from which a ``layer`` on a GPU computes every neuron, for inputs of its dtype.
+
+    From there the tokens, each reading its own neurons, would read more than the dense product.
+    """
     site, share = layer.site, layer.expected_share
     hot = layer.by_batch[-1][1] if layer.by_batch else layer.n_hot
     if hot == site.intermediate:
         share = 1.0
-    elif not layer.has_predictor:  # the first row of every neuron, and the others of those that fire
+    elif not layer.has_predictor:  # the first row of every neuron, the others only of those that fire
         fires = _FIRING if share == 1 and exact_zeros(site.activation) else share
         share = (1 + (site.rows_per_neuron - 1) * fires) / site.rows_per_neuron
     factor_bytes = 0 if _as_they_are(layer) else _of_factors(layer.dtype).itemsize
@@ -137,11 +140,12 @@ def dense_on_gpu_from(layer: SparseFFN) -> int:
 
 
 def skips_predictor(layer: SparseFFN, x: torch.Tensor) -> bool:
-    """Whether ``x [..., H]`` is a prompt of which the operator computes every gate and up (int8 activations: by tiles).
+    """Whether ``x [..., H]`` is a prompt for which the operator computes every gate and up (int8 activations: by
+    tiles).
 
-    Where a predictor leaves few neurons it is faster to follow it: 128 tokens, 4096 x 14336, int4, 2 threads (Zen 5): a
-    tenth predicted and firing 37 ms by tiles, 16 and 3 for the predictor without; three tenths 77, 39 and 3. Tiles
-    exist for AVX-512 VNNI so far.
+    If few neurons are predicted, following the predictor is faster: 128 tokens, 4096 x 14336, int4, 2 threads (Zen 5):
+    with a tenth predicted and firing 37 ms by tiles, 16 + 3 for the predictor without; with three tenths 77, 39 and 3.
+    Only AVX-512 VNNI has tiles so far.
     """
     if _stays(layer, x):
         return False
@@ -151,22 +155,21 @@ def skips_predictor(layer: SparseFFN, x: torch.Tensor) -> bool:
 
 
 def _wants_all(layer: SparseFFN) -> bool:
-    """Whether a predicted layer is to compute every neuron of a prompt; one whose plan says from when on does."""
+    """Whether a predicted layer computes every neuron of a prompt; it does if ``dense_from`` is set."""
     most = PREDICTED_SHARE_INT8 if layer.int8_activations and layer.has_tiles else PREDICTED_SHARE
     return layer.dense_from is not None or layer.expected_share > most
 
 
 def has_tiles() -> bool:
-    """Whether the kernels in use have tiles for prompts with int8 activations."""
+    """Whether the selected kernels have tiles for prompts with int8 activations."""
     load()
     return str(torch.ops.pi2.kernel_tables()).endswith("vnni")
 
 
 def _stays(layer: SparseFFN, x: torch.Tensor) -> bool:
-    """Few tokens, :func:`sparse_only`, or a graph being captured, whose number of tokens may be any.
+    """Whether ``x`` is no prompt: few tokens, :func:`sparse_only`, or a graph being captured for any number of tokens.
 
-    As many tokens as there are sequences in the largest of a plan's buckets are no prompt: the buckets say how many
-    neurons are hot, and a step keeps its bits whether it is compiled or not.
+    Up to the largest bucket of a plan (``by_batch``), tokens are sequences: a step keeps its bits, compiled or not.
     """
     if torch.compiler.is_compiling() or call_mode.sparse_only:
         return True
@@ -175,27 +178,27 @@ def _stays(layer: SparseFFN, x: torch.Tensor) -> bool:
 
 
 def _tokens(layer: SparseFFN, x: torch.Tensor) -> int:
-    """Of a call, or of the prompt that it reads a chunk of."""
+    """Tokens of the call, or of the whole prompt that it is a chunk of."""
     return max(x.numel() // layer.site.hidden, call_mode.prompt_tokens)
 
 
 def prompt_from(layer: SparseFFN) -> int:
-    """Tokens from which on a call is a prompt to ``layer``; 0: never."""
+    """Number of tokens from which a call is a prompt to ``layer``; 0: never."""
     least = PROMPT_TOKENS if layer.dense_from is None else layer.dense_from
     return max(least, layer.by_batch[-1][0] + 1) if least and layer.by_batch else least
 
 
 def _of_factors(dtype: torch.dtype) -> torch.dtype:
-    """Of the factors of products of inputs of ``dtype``."""
+    """Dtype in which inputs of ``dtype`` are multiplied."""
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
 def prompt_ffn(layer: SparseFFN, x: torch.Tensor) -> torch.Tensor:
-    """Every neuron of ``layer`` on ``x [..., H]``; the result has ``x``'s dtype.
+    """``layer(x)`` for ``x [..., H]`` with every neuron computed; the result has ``x``'s dtype.
 
-    Everything is in float32, as in the sparse operator, but for the products of bfloat16 inputs, whose results PyTorch
-    rounds to bfloat16 (float32's range, so that nothing overflows; float16's would). Under autocast, too: the operator
-    does not know it either. Method ``threshold`` drops the neurons whose gate is below its cut, as the operator does.
+    Everything is in float32, as in the sparse operator, except products of bfloat16 inputs, which PyTorch rounds to
+    bfloat16. (float16 products could overflow.) Autocast is ignored, as by the operator. Method ``threshold`` drops
+    neurons whose gate is below the cut.
     """
     with torch.autocast("cuda" if x.is_cuda else "cpu", enabled=False):
         return _prompt_ffn(layer, x)

@@ -1,4 +1,4 @@
-"""Neurons' rows: made from a layer's matrices, float or quantised, and turned back into them (``DenseForm``)."""
+"""Rows of neurons, float or quantised: made from a layer's matrices, and turned back into them (``DenseForm``)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch_pi2.ops.rows import row_of_neurons
 from torch_pi2.types.method import LOSSY
 from torch_pi2.types.site import FFNSite, FFNWeights, LinearRef
 
-#: Float32 bytes of the rows that are quantised at a time.
+#: Size in float32 of the rows quantised at a time.
 _CHUNK_BYTES = 32 << 20
 
 
@@ -38,13 +38,13 @@ def make_quantized_rows(
     importance: torch.Tensor | None = None,
     given: Mapping[str, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, float]:
-    """As :func:`make_rows`, quantised: uint8 ``[I, R, row_bytes(H)]``, and the relative error of all its weights.
+    """As :func:`make_rows`, quantised: uint8 ``[I, R, row_bytes(H)]``; and the relative error of all weights.
 
     Args:
         kind: ``int4`` or ``int8``.
-        importance: ``[H]`` float32, how much the squared error of a column of gate and up counts (their common input's
-            mean square); a down column multiplies one number alone, so its errors count the same.
-        given: role -> rows ``[I, row_bytes(H)]`` in the model's order, to be taken as they are.
+        importance: ``[H]`` float32, weight of the squared error in a column of gate and up (mean square of their
+            input). A down column multiplies a single number, so its errors count equally.
+        given: role -> rows ``[I, row_bytes(H)]`` in the model's order, used as they are.
 
     Raises:
         NonFiniteError: see :func:`torch_pi2.ops.quantized.quantize`.
@@ -69,7 +69,7 @@ def make_quantized_rows(
 
 
 def row_of_each(neuron_rows: torch.Tensor, row: int, kind: str, hidden: int, dtype: torch.dtype) -> torch.Tensor:
-    """Row ``row`` of every neuron as ``[I, H]`` in ``dtype``: a view if they are stored so, else a copy."""
+    """Row ``row`` of every neuron as ``[I, H]`` in ``dtype``: a view if stored so, else a copy."""
     if kind == "float":
         return neuron_rows[:, row].to(dtype)
     rows, of = row_of_neurons(neuron_rows, row, kind, hidden)
@@ -78,7 +78,6 @@ def row_of_each(neuron_rows: torch.Tensor, row: int, kind: str, hidden: int, dty
 
 
 def permuted(bias: torch.Tensor | None, order: torch.Tensor) -> torch.Tensor | None:
-    """A bias, if there is one, in ``order``."""
     return None if bias is None else bias.detach()[order]
 
 
@@ -89,23 +88,23 @@ def convert(
     names: Sequence[str] = (),
     apply: Callable[..., nn.Module] = nn.Module._apply,
 ) -> None:
-    """``apply``, after which the buffers ``names`` and integers (``model.type`` casts them) are what they were."""
+    """``apply`` without a change of dtype to the buffers ``names`` and to integers (``model.type`` casts them)."""
     buffers = module._buffers
     exact = {n: t for n, t in buffers.items() if t is not None and (n in names or not t.is_floating_point())}
     apply(module, fn, recurse)
     for name, tensor in exact.items():
         moved = buffers[name]
-        # not moved.float(): a scale of 1e-9 has become 0 in float16, a bias of 1e30 infinity
+        # not moved.float(): the cast may have underflowed or overflowed
         if moved is not None and moved.dtype != tensor.dtype:
             buffers[name] = tensor.to(moved.device)
 
 
 class DenseForm(nn.Module):
-    """The weights of a sparse layer by the names and in the shapes that they have in the dense model.
+    """The weights of a sparse layer under the names and in the shapes of the dense model.
 
     Attributes:
-        neuron_rows: ``[I, R, H]`` in plan order (``order``, of which ``inverse`` is the inverse). weights: how they are
-            stored. The biases: ``bias_gate``, ``bias_up [I]`` in plan order, ``bias_down [H]``.
+        neuron_rows: ``[I, R, H]`` in plan order (``order``; ``inverse`` is its inverse). weights: their format. Biases:
+            ``bias_gate``, ``bias_up [I]`` in plan order, ``bias_down [H]``.
     """
 
     site: FFNSite
@@ -121,11 +120,11 @@ class DenseForm(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the float parameters that the layer has or stands for."""
+        """Dtype of the float parameters; of a quantised layer, of those it replaced."""
         return self.neuron_rows.dtype if self.weights == "float" else self._dtype
 
     def parts(self) -> list[tuple[LinearRef, str]]:
-        """The site's matmuls with their place among a neuron's rows, gate before up."""
+        """The site's matmuls with their roles, gate before up."""
         gate = [] if self.site.gate is None else [(self.site.gate, "gate")]
         return [*gate, (self.site.up, "up"), (self.site.down, "down")]
 
@@ -144,13 +143,13 @@ class DenseForm(nn.Module):
     def dense_value(self, name: str) -> torch.Tensor:
         """A copy of the parameter ``name`` of the site.
 
-        Bit-identical to the original; of a quantised layer the numbers that its rows stand for.
+        Bit-identical to the original; dequantised if the layer is quantised.
         """
         value: torch.Tensor | None = None
         for ref, role in self.parts():
             if name in (ref.weight, ref.bias):
                 weight, bias = self.projection(role)
-                own = replace(ref, expert=None)  # of which this layer is one
+                own = replace(ref, expert=None)  # this layer is one expert
                 part, take = (weight, own.take) if name == ref.weight else (bias, own.take_bias)
                 assert part is not None
                 if value is None:
@@ -160,15 +159,13 @@ class DenseForm(nn.Module):
         return value
 
     def dense_names(self) -> list[str]:
-        """The site's parameters."""
         return [*dict.fromkeys(name for ref, _ in self.parts() for name in (ref.weight, ref.bias) if name is not None)]
 
     def dense_values(self) -> dict[str, torch.Tensor]:
-        """:meth:`dense_value` of all parameters of the site."""
         return {name: self.dense_value(name) for name in self.dense_names()}
 
     def load_value(self, name: str, value: torch.Tensor) -> None:
-        """:meth:`assign`, and a warning if a lossy plan was made from other weights."""
+        """:meth:`assign`, with a warning if a lossy plan was made from other weights."""
         if self.assign(name, value):
             self.warn_of_other_weights()
 
@@ -180,7 +177,8 @@ class DenseForm(nn.Module):
             )
 
     def assign(self, name: str, value: torch.Tensor) -> bool:
-        """Write parameter ``name`` of the site, in its original shape, into the neurons; whether it was new.
+        """Write parameter ``name`` of the site, in its original shape, into the neurons; returns whether any value
+        changed.
 
         Raises:
             ConfigError: the neurons are quantised.
@@ -210,17 +208,17 @@ class DenseForm(nn.Module):
         return changed
 
     def shape_of(self, name: str) -> torch.Tensor:
-        """A ``meta`` tensor with shape and dtype of parameter ``name``."""
+        """A ``meta`` tensor with the shape and dtype of parameter ``name``."""
         parts = [(ref, role) for ref, role in self.parts() if name in (ref.weight, ref.bias)]
         ref, role = parts[0]
-        firsts = sum(of != "down" for _, of in parts)  # of tied weights the down matrix is one as well
+        firsts = sum(of != "down" for _, of in parts)  # tied weights include the down matrix
         rows = self.site.intermediate * firsts or self.site.hidden
         columns = self.site.intermediate if role == "down" else self.site.hidden
         matrix = (columns, rows) if ref.transposed else (rows, columns)
         return torch.empty(matrix if name == ref.weight else (rows,), dtype=self.dtype, device="meta")
 
     def check_float(self, what: str) -> None:
-        """Raise ConfigError if the layer is quantised, which cannot be undone; ``what`` was asked for."""
+        """Raises ConfigError if the layer is quantised; ``what``: the request, for the message."""
         if self.weights != "float":
             raise ConfigError(
                 what,

@@ -1,6 +1,6 @@
-"""An FFN that is a sequence of modules inside a bigger block: the first computes it all, the others pass the result on.
+"""An FFN that is a sequence of modules inside a bigger block: the first computes everything, the others pass it on.
 
-``FusedOutput`` is that result on its way. Modules compare positions, so that a missing or replaced one is an error.
+The result travels as a ``FusedOutput``. Each module checks its position, so a missing or replaced one is an error.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch_pi2.types.site import FFNSite
 
 
 def only_input(keyword: str, key: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The one tensor of a call, by position or as ``keyword``, the name of the first argument of the dense forward.
+    """The only argument of a call, a tensor by position or as ``keyword``, its name in the dense forward.
 
     Raises:
-        ConfigError: there are other arguments; what the dense layer ``key`` does with them is not known here.
+        ConfigError: there are other arguments, whose meaning to the dense layer ``key`` is unknown.
     """
     given = args if not kwargs else (*args, *(v for k, v in kwargs.items() if k == keyword))
     if len(given) == len(args) + len(kwargs) == 1 and isinstance(given[0], torch.Tensor | FusedOutput):
@@ -34,10 +34,7 @@ def only_input(keyword: str, key: str, args: tuple[Any, ...], kwargs: Mapping[st
 
 
 class FusedOutput:
-    """The result of an FFN on its way through the modules after its first linear, which alone take it.
-
-    It is not what that linear gives, and no tensor, so any computation with it raises ConfigError.
-    """
+    """The result of an FFN on its way through the modules after its first linear; any other use raises ConfigError."""
 
     def __init__(self, ffn: torch.Tensor, site: FFNSite) -> None:
         self.ffn, self.site, self.at = ffn, site, 1
@@ -73,13 +70,10 @@ def _out_of_order(site: FFNSite, found: str) -> ConfigError:
 
 
 class FusedIdentity:
-    """``forward`` of a module after the first linear: passes a :class:`FusedOutput` on.
+    """``forward`` of a module after the first linear: passes a :class:`FusedOutput` on, and refuses anything else.
 
     Attributes:
-        position: among the FFN's modules, of which the first is 0. last: whether it is the last of them.
-
-    Raises (when it is called):
-        ConfigError: with anything but what the module before it gave.
+        position: among the FFN's modules, counted from 0. last: whether it is the last of them.
     """
 
     def __init__(self, site: FFNSite, position: int, last: bool) -> None:

@@ -1,6 +1,6 @@
-"""An FX graph pass: feed-forward layers of a Dynamo graph become ``pi2::sparse_ffn``, before AOTAutograd.
+"""An FX pass that replaces feed-forward layers of a Dynamo graph by ``pi2::sparse_ffn``.
 
-There an FFN is still a few linears, and weights are the model's own parameters.
+It runs before AOTAutograd, where an FFN is still a few linears and weights are the model's own parameters.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch_pi2.rewrite.rewrite import predictor_tensors
 from torch_pi2.types.method import Method
 from torch_pi2.types.plan import LayerPlan, Plan, weights_hash
 
-#: Numbers of a parameter that are compared before each call: a few microseconds.
+#: Numbers of a parameter compared before each call, to notice changes: a few microseconds.
 _SAMPLE = 32
 #: Version, address and sample of a parameter.
 _Stamp = tuple[int, int, tuple[float, ...]]
@@ -40,10 +40,10 @@ _Stamp = tuple[int, int, tuple[float, ...]]
 
 @dataclass
 class _Packed:
-    """A sparse layer with the state of the parameters that it was made from.
+    """A sparse layer with the state of the parameters it was made from.
 
-    ``made_from`` keeps plan and predictor alive: the cache knows them by id, which must not pass to others. Of
-    parameters it keeps weak references, to tell another one that got the id of one that is gone.
+    ``made_from`` keeps plan and predictor alive, because the cache is keyed by their ids. Parameters are weak
+    references: they tell whether an id belongs to another parameter now.
     """
 
     ffn: SparseFFN
@@ -56,7 +56,7 @@ class _Packed:
         return all(ref() is parameter for ref, parameter in zip(self.parameters, parameters, strict=True))
 
     def refresh(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Take over parameters that changed since. The neurons stay the same tensor, known to compiled code."""
+        """Copy changed parameters into the neurons, which stay the same tensors: compiled code holds them."""
         stamps = [_stamp(parameter) for parameter in parameters]
         if stamps != self.stamps:
             for name, parameter in zip(self.names, parameters):
@@ -66,25 +66,25 @@ class _Packed:
 
 def _stamp(parameter: torch.Tensor) -> _Stamp:
     version = 0 if parameter.is_inference() else parameter._version
-    seen = () if on_gpu(parameter) else tuple(_sample(parameter.detach()).tolist())  # or each call would wait for it
+    seen = () if on_gpu(parameter) else tuple(_sample(parameter.detach()).tolist())  # no synchronisation on a GPU
     return version, parameter.data_ptr(), seen
 
 
 def _sample(values: torch.Tensor) -> torch.Tensor:
-    """Some numbers of a parameter, in rows and columns far from each other."""
+    """Numbers of a parameter from rows and columns far apart."""
     count = min(_SAMPLE, values.numel())
     if not values.is_contiguous():
         return values[torch.unravel_index(torch.linspace(0, values.numel() - 1, count).long(), values.shape)]
     return values.as_strided((count,), (max(1, values.numel() // max(1, count) - 1),), values.storage_offset())
 
 
-#: down weight -> (identity of all parameters and of the layer's plan) -> neurons; gone when the model is.
+#: down weight -> (ids of parameters, plan and predictor) -> neurons; entries go with the model.
 _packed: Any = WeakTensorKeyDictionary()
 
 
 @dataclass
 class SparseCall:
-    """A sparse layer in one graph: where its dense parameters are among the graph's inputs, and what it adds."""
+    """A sparse layer in one graph: positions of its dense parameters among the inputs, and the inputs it adds."""
 
     packed: _Packed
     positions: list[int]
@@ -120,7 +120,7 @@ def make_sparse(
         warn_once("a graph without feed-forward layers is left to Inductor")
     for projections, computed in seen.unknown:
         warn_once(f"{_name(projections[-1].weight)} stays dense: another formula, of {computed}")
-    # Of a model that optimize() has rewritten, it has said what is left.
+    # optimize() has reported the layers left in a model that it rewrote
     for projections, reason in (*seen.left, *([] if our_ops(gm) else skipped_layers(matches, seen))):
         warn_once(f"{_name(projections[-1].own[-1])} stays dense: {reason}")
     position = {node: index for index, node in enumerate(placeholders)}
@@ -145,14 +145,14 @@ def make_sparse(
         extra = _replace(gm, match, packed.ffn, replaced)
         sparse.append(SparseCall(packed, [position[node] for node in nodes.values()], extra))
     if sparse:
-        # no eliminate_dead_code(): it takes y.mul_(2) for dead where its result is not used; AOTAutograd knows better
+        # no eliminate_dead_code(): it would remove y.mul_(2) where the result is unused; AOTAutograd handles this
         gm.graph.lint()
         gm.recompile()
     return sparse
 
 
 def _keeps_shape(match: Match) -> bool:
-    """The operator returns its input's shape and dtype; sizes are compared as symbols, adding no guards."""
+    """Whether the FFN returns its input's shape and dtype. Sizes are compared as symbols, which adds no guards."""
     x, y = match.x.meta.get("example_value"), match.down.node.meta.get("example_value")
     if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor) or x.dtype != y.dtype:
         return False
@@ -160,7 +160,7 @@ def _keeps_shape(match: Match) -> bool:
 
 
 def _parameter_nodes(match: Match) -> dict[str, fx.Node]:
-    """Parameters of a match by names that do not depend on the graph; a fused one has the first role's name."""
+    """Parameters of a match under names independent of the graph; a fused one has the first role's name."""
     found: dict[str, fx.Node] = {}
     for role, projection in _roles(match):
         if projection.weight not in found.values():
@@ -209,12 +209,12 @@ def _pack(
 
 
 def _holder(parameters: Mapping[str, torch.Tensor]) -> Any:
-    """As much of a model as :meth:`FFNSite.weights` needs."""
+    """A stand-in for a model, sufficient for :meth:`FFNSite.weights`."""
     return SimpleNamespace(get_parameter=parameters.__getitem__)
 
 
 def further_input(gm: fx.GraphModule, tensor: torch.Tensor, fake_mode: Any) -> fx.Node:
-    """A placeholder for ``tensor`` behind all others."""
+    """A new placeholder for ``tensor``, after all others."""
     placeholders = gm.graph.find_nodes(op="placeholder")
     with gm.graph.inserting_after(placeholders[-1]):
         node = gm.graph.placeholder(f"pi2_tensor_{len(placeholders)}")
@@ -224,9 +224,9 @@ def further_input(gm: fx.GraphModule, tensor: torch.Tensor, fake_mode: Any) -> f
 
 
 def _replace(gm: fx.GraphModule, match: Match, ffn: SparseFFN, replaced: dict[fx.Node, fx.Node]) -> list[torch.Tensor]:
-    """Put the operators in the place of a match; returns the tensors that the graph now wants as further inputs.
+    """Replace a match by its operators; returns the tensors that the graph needs as further inputs.
 
-    ``replaced`` maps results of matches to the nodes that were put in their place; the new one is added.
+    ``replaced``: results of earlier matches -> the nodes that replaced them; the new one is added.
     """
     extra: list[torch.Tensor] = []
     x = replaced.get(match.x, match.x)
@@ -259,11 +259,11 @@ def _replace(gm: fx.GraphModule, match: Match, ffn: SparseFFN, replaced: dict[fx
     return extra
 
 
-# --- plans: which of its layers is this? ---
+# --- plans: finding the planned layer of a match ---
 
 
 def _name(parameter: fx.Node) -> str:
-    """Name of a parameter as seen from the frame that is compiled, e.g. ``model.layers.0.mlp.up.weight``."""
+    """Name of a parameter relative to the compiled frame, e.g. ``model.layers.0.mlp.up.weight``."""
     source = getattr(parameter.meta.get("grapharg"), "source", None)
     text = str(getattr(source, "name", parameter.name)) if source is not None else parameter.name
     parts = [p for pair in re.findall(r"\['?(\w+)'?\]|\.(\w+)", text) for p in pair if p]
@@ -273,13 +273,13 @@ def _name(parameter: fx.Node) -> str:
 
 
 def _planned(match: Match, plan: Plan | None) -> tuple[Match, LayerPlan | None]:
-    """The plan's layer for this FFN, which has the same matrix first then."""
+    """The plan's layer for this FFN, and the match with the same matrix first."""
     layer = _planned_layer(match, plan)
     return match.swapped() if layer is not None and layer.site.up_first else match, layer
 
 
 def _planned_layer(match: Match, plan: Plan | None) -> LayerPlan | None:
-    """The plan's layer whose down weight has this name; frames below the root know only the end of it."""
+    """The plan's layer with this down weight. Frames below the root know only the end of its name."""
     if plan is None:
         return None
     name = _name(match.down.weight)
@@ -310,7 +310,7 @@ def _planned_layer(match: Match, plan: Plan | None) -> LayerPlan | None:
 def _check_plan(
     plan: Plan, chosen: Sequence[tuple[Match, LayerPlan | None]], tensors: Mapping[fx.Node, torch.Tensor]
 ) -> None:
-    """Compare the hash of the weights, where the whole model is in this graph (else only shapes were compared)."""
+    """Compare the hash of the weights if the graph has the whole model; shapes were compared before."""
     by_name: dict[str, torch.Tensor] = {}
     for match, layer in chosen:
         if layer is None:

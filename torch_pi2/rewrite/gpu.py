@@ -1,4 +1,4 @@
-"""A model whose hot neurons are on a GPU, with all that is no feed-forward layer; the cold ones stay on the CPU."""
+"""Dividing a model: hot neurons and everything but FFNs on a GPU, cold neurons on the CPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _log = logging.getLogger("torch_pi2")
 
 
 def checked_memory(gpu_memory: float | str) -> int:
-    """Bytes. Raises, before there is anything to lose: ConfigError: it is no size; DeviceError: see ``check_gpu``."""
+    """``gpu_memory`` in bytes. Raises ConfigError: not a size; DeviceError: see ``check_gpu``."""
     memory_bytes = parse_bytes(gpu_memory, "gpu_memory")
     check_gpu(torch.device("cuda"))
     return memory_bytes
@@ -33,7 +33,7 @@ def checked_memory(gpu_memory: float | str) -> int:
 
 @contextmanager
 def on_the_cpu(model: nn.Module, stays_here: bool = False) -> Iterator[None]:
-    """Within it a model of a GPU is on the CPU, and afterwards where it was; ``stays_here``: only after an error.
+    """Context with ``model`` on the CPU; afterwards it is back on its GPU (``stays_here``: only after an error).
 
     Raises:
         DeviceError: its parameters are on several GPUs, or see :func:`check_gpu`. ConfigError: it is divided.
@@ -55,14 +55,14 @@ def on_the_cpu(model: nn.Module, stays_here: bool = False) -> Iterator[None]:
 
 
 def move_whole(model: nn.Module, device: torch.device) -> None:
-    """Move ``model`` to a GPU. Raises what the move raised, or OutOfMemoryError: all of it is on the CPU then."""
+    """Move ``model`` to a GPU. On any error, such as OutOfMemoryError, all of it is on the CPU."""
     with _or_here(model, sum(t.nbytes for t in (*model.parameters(), *model.buffers())), device):
         model.to(device)
 
 
 @contextmanager
 def _or_here(model: nn.Module, nbytes: int, device: torch.device) -> Iterator[None]:
-    """Within it ``nbytes`` of ``model`` go to a GPU; on any error all of it is on the CPU.
+    """Context in which ``nbytes`` of ``model`` go to a GPU; on any error all of it is on the CPU.
 
     Raises:
         OutOfMemoryError: the GPU has less memory.
@@ -89,14 +89,14 @@ def _end_splits(model: nn.Module) -> None:
 
 
 def rest_bytes(model: nn.Module) -> int:
-    """Bytes of what is no feed-forward layer of ``model``, which is optimised."""
+    """Bytes of everything but the sparse layers of an optimised model."""
     inside = {id(tensor) for home in homes(model) for tensor in home.buffers()}
     held = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in inside}
     return sum(tensor.nbytes for tensor in held.values() if tensor.device.type != "meta")
 
 
 def room_on_gpu(model: nn.Module, memory_bytes: int) -> int:
-    """Bytes for neurons of ``model``, which is optimised, where ``memory_bytes`` have all else of it, too.
+    """Bytes left for neurons of an optimised model in ``memory_bytes``, after everything else of it.
 
     Raises:
         OutOfMemoryError: the rest of the model has no room.
@@ -113,20 +113,20 @@ def room_on_gpu(model: nn.Module, memory_bytes: int) -> int:
 
 
 def hot_on_gpu(model: nn.Module, memory_bytes: int, link: TransferBuffer | None = None) -> None:
-    """Put as many neurons of ``model``, which is optimised and on the CPU, on a GPU as have room, and all else.
+    """Put as many neurons of ``model``, which is optimised and on the CPU, on a GPU as fit, and everything but FFNs.
 
-    Those that its plan gives to an accelerator, if it gives it any and all have room. Else those that are wanted most,
-    of all layers, of mixtures whole experts; without statistics an equal share of each layer. Of a model in memory they
-    stay on the CPU, too: what is saved and restored is there. Of one over a store they are read into the GPU's memory,
-    and the cache is for the others (:meth:`~torch_pi2.layers.offloaded.Store.preload`).
+    If its plan assigns neurons to an accelerator and all of them fit, those. Otherwise the most frequent of all layers
+    (whole experts of mixtures), or an equal share of each layer without statistics. A model in memory keeps all neurons
+    on the CPU as well, for saving and restoring. Over a store, the neurons are read into the GPU's memory and the cache
+    serves the others (:meth:`~torch_pi2.layers.offloaded.Store.preload`).
 
     Args:
-        memory_bytes: of weights there; keys, values and activations come on top.
+        memory_bytes: of weights on the GPU; KV cache and activations come on top.
         link: to the GPU (None: torch's current one).
 
     Raises:
-        OutOfMemoryError: the rest of the model has no room, or the GPU has less memory free. ArtifactError: a store
-            cannot be read. On any error no layer is divided, and from the first move on all is on the CPU.
+        OutOfMemoryError: the rest of the model does not fit, or the GPU has less free memory. ArtifactError: a store
+            cannot be read. On any error no layer is divided, and after the first move everything is on the CPU.
     """
     _end_splits(model)
     room_bytes = room_on_gpu(model, memory_bytes)
@@ -143,7 +143,7 @@ def hot_on_gpu(model: nn.Module, memory_bytes: int, link: TransferBuffer | None 
 
 
 def _split_off(home: SparseFFN | SparseExperts, there: Sequence[int], link: TransferBuffer) -> None:
-    """``there``: how many neurons are there, the first ones, or which experts."""
+    """``there``: ``[number of first neurons]``, or the experts, to put on the GPU."""
     if isinstance(home, SparseExperts):
         home.split_off(there, link, _stored_experts(home, there))
     else:
@@ -154,7 +154,7 @@ def _split_off(home: SparseFFN | SparseExperts, there: Sequence[int], link: Tran
 
 
 def _stored_neurons(layer: SparseFFN, count: int) -> torch.Tensor | None:
-    """The first ``count`` neurons of a layer over a store; None: of one in memory, which has them."""
+    """The first ``count`` neurons of a layer over a store; None for a layer in memory."""
     if not isinstance(layer, OffloadedFFN):
         return None
     with StoreReader(layer.store.path) as reader:
@@ -162,7 +162,6 @@ def _stored_neurons(layer: SparseFFN, count: int) -> torch.Tensor | None:
 
 
 def _stored_experts(home: SparseExperts, there: Sequence[int]) -> torch.Tensor | None:
-    """Neurons of these experts, as :func:`_stored_neurons`."""
     if not isinstance(home, OffloadedExperts):
         return None
     rows = home.neuron_rows
@@ -174,7 +173,7 @@ def _stored_experts(home: SparseExperts, there: Sequence[int]) -> torch.Tensor |
 
 
 def _planned(found: Sequence[SparseFFN | SparseExperts], plan: Plan, room_bytes: int) -> list[list[int]] | None:
-    """Of each layer what ``plan`` gives to an accelerator at any batch size; None: nothing, or more than has room."""
+    """Neurons that ``plan`` assigns to an accelerator at any batch size, per layer; None: none, or too many."""
     layers = [home for home in found if isinstance(home, SparseFFN)]
     if plan.hardware is None or not plan.hardware.accelerator_bytes or len(layers) < len(found):
         return None
@@ -195,7 +194,7 @@ def _planned(found: Sequence[SparseFFN | SparseExperts], plan: Plan, room_bytes:
 
 
 def neuron_bytes(layer: SparseFFN) -> int:
-    """Bytes of one neuron on a GPU, with its biases, place in the order, and part of a predictor that the layer has."""
+    """Bytes of one neuron on a GPU, with its share of biases, order and predictor."""
     held = sum(t.nbytes for name, t in layer.named_buffers() if name not in ("bias_down", "inverse"))
     return held // layer.site.intermediate
 
@@ -203,7 +202,7 @@ def neuron_bytes(layer: SparseFFN) -> int:
 def _most_wanted(
     found: Sequence[SparseFFN | SparseExperts], stats: ActivationStats | None, room_bytes: int
 ) -> list[list[int]]:
-    """Of each layer how many of its first neurons, and of each mixture which experts, are wanted most and have room."""
+    """The most frequent units that fit: the number of first neurons per layer, or the experts per mixture."""
     units = [_experts(h, stats) if isinstance(h, SparseExperts) else _neurons(h, stats) for h in found]
     rank = torch.cat([rank for rank, _ in units])
     nbytes = torch.cat([torch.full((len(rank),), nbytes, dtype=torch.int64) for rank, nbytes in units])
@@ -218,7 +217,7 @@ def _most_wanted(
 
 
 def _neurons(layer: SparseFFN, stats: ActivationStats | None) -> tuple[torch.Tensor, int]:
-    """How often each neuron fires, falling, as one comes after those before it; and its bytes."""
+    """Firing rate of each neuron, made non-increasing since only first neurons can move; and a neuron's bytes."""
     neurons = layer.site.intermediate
     if stats is None:
         rank = 1 - torch.arange(neurons, dtype=torch.float64) / neurons
@@ -229,9 +228,7 @@ def _neurons(layer: SparseFFN, stats: ActivationStats | None) -> tuple[torch.Ten
 
 
 def _experts(home: SparseExperts, stats: ActivationStats | None) -> tuple[torch.Tensor, int]:
-    """How often a neuron of each expert is wanted: how often the router asks for it, times the share that fires; and an
-    expert's bytes.
-    """
+    """Per expert, the router's frequency times the share of neurons that fire; and an expert's bytes."""
     experts = len(home.sites)
     nbytes = sum(t.nbytes for t in home.buffers()) // experts
     if stats is None:
@@ -242,8 +239,8 @@ def _experts(home: SparseExperts, stats: ActivationStats | None) -> tuple[torch.
 
 
 def refuse_split(model: nn.Module, what: str, whole: bool = False) -> None:
-    """Raises ConfigError: neurons of ``model`` are on a GPU, and ``what`` wants all of it on the CPU; ``whole``: also
-    where all of them are there.
+    """Raises ConfigError if ``model`` is divided; with ``whole`` also if all its neurons are on a GPU. ``what``: the
+    operation that needs it on the CPU.
     """
     if any(home.split is not None or (whole and on_gpu(home.order)) for home in homes(model)):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Sparse layers into a model and out again. Modules stay where they are; their ``forward`` becomes another."""
+"""Install sparse layers in a model and take them out. Modules stay where they are; their ``forward`` is replaced."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.lazy import LazyDown
 from torch_pi2.layers.of_model import homes
 
-#: Under this name the module with the down projection's weight has the sparse layer.
+#: Name of the sparse layer in the module that holds the down weight.
 NAME = "sparse_ffn"
-#: A module's ``forward`` as it was installed: accelerate and patches put another around it.
+#: The ``forward`` as installed: accelerate and patches may put another around it.
 _FORWARD = "_pi2_forward"
 
 
 @dataclass(frozen=True)
 class Override:
-    """``module.forward`` becomes ``forward``, a method of what replaces it."""
+    """``module.forward`` becomes ``forward``, a method of the replacement."""
 
     module: nn.Module
     forward: Any
 
 
 def install(model: nn.Module, ffn: SparseFFN | SparseExperts, overrides: Sequence[Override]) -> None:
-    """Let ``ffn`` compute in the place of these modules, then free the memory of parameters that nothing else uses."""
+    """Install ``ffn`` through ``overrides``, and free the memory of parameters that nothing else uses."""
     site = ffn.site
     site_name = {id(model.get_parameter(name)): name for name in site.parameter_names}
     replaced = [override.module for override in overrides]
@@ -53,7 +53,7 @@ def install(model: nn.Module, ffn: SparseFFN | SparseExperts, overrides: Sequenc
         if names:
             freed = [local for local in names if id(module._parameters[local]) not in in_use]
             offload(module, names, ffn, freed, shared=module in running)
-        if module in running:  # a part of another module, too
+        if module in running:  # also part of another module
             continue
         if module not in replaced:
             refuse_hooks(module, site.key)
@@ -62,7 +62,7 @@ def install(model: nn.Module, ffn: SparseFFN | SparseExperts, overrides: Sequenc
 
 
 def _reachable(module: nn.Module, without: Set[nn.Module]) -> Iterator[nn.Module]:
-    """Modules in ``module`` that are not in one of ``without``."""
+    """Modules in ``module``, leaving out those in ``without`` and below."""
     seen = set(without)
     stack = [module]
     while stack:
@@ -74,10 +74,10 @@ def _reachable(module: nn.Module, without: Set[nn.Module]) -> Iterator[nn.Module
 
 
 def uninstall(model: nn.Module, lossy: bool = False) -> nn.Module:
-    """Undo every :func:`install`; if ``lossy``, quantised layers get the numbers that their rows stand for.
+    """Undo every :func:`install`; with ``lossy``, quantised layers become dequantised ones.
 
     Raises:
-        ConfigError: a layer is quantised, unless ``lossy``, or a ``forward`` was patched; nothing is changed then.
+        ConfigError: a layer is quantised (unless ``lossy``), or a ``forward`` was patched; nothing is changed then.
     """
     for name, module in model.named_modules():
         installed = vars(module).get(_FORWARD)
@@ -112,13 +112,15 @@ def _is_guarded(module: nn.Module) -> bool:
 
 
 def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> Callable[[], None]:
-    """Register the values of ``new`` wherever in ``model`` their keys are; the function returned undoes it."""
+    """Replace modules (keys of ``new``) by its values wherever ``model`` has them; returns a function that undoes
+    it.
+    """
     places = [(parent, name, child) for parent in model.modules() for name, child in parent._modules.items()]
     places = [(parent, name, child) for parent, name, child in places if child is not None and child in new]
 
     def register(module_for: Callable[[Any], Any]) -> None:
         for parent, name, child in places:
-            dict.__setitem__(parent._modules, name, module_for(child))  # of a guarded module, too
+            dict.__setitem__(parent._modules, name, module_for(child))  # works for guarded modules, too
 
     register(new.__getitem__)
     return lambda: register(lambda child: child)

@@ -1,4 +1,4 @@
-"""Replacing the linear layers outside the FFNs (attention, output layer) by quantised ones, one at a time."""
+"""Quantising the linear layers outside the FFNs (attention, output layer)."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from torch_pi2.types.site import FFNSite
 
 _log = logging.getLogger("torch_pi2")
 
-#: A group has 32 columns: fewer inputs than that are not worth a scale.
+#: Least inputs of a quantised layer: one group.
 MIN_INPUTS = 32
-#: Smaller ones are routers of mixtures of experts and classifiers: few bytes, and errors there are expensive.
+#: Least outputs: smaller layers are routers and classifiers, with few bytes and costly errors.
 MIN_OUTPUTS = 64
 
 
 @dataclass(frozen=True)
 class LayerError:
-    """What quantisation did to one layer.
+    """Relative error of one quantised layer (Frobenius norms).
 
     Attributes:
-        weight: ``|W' - W| / |W|`` over all its weights (Frobenius norms).
-        output: the same of its output on calibration tokens, rounded activations included; None without calibration.
+        weight: ``|W' - W| / |W|``.
+        output: of its output on calibration tokens, including rounded activations; None without calibration.
     """
 
     weight: float
@@ -48,13 +48,13 @@ class LayerError:
 
 @dataclass(frozen=True)
 class Storage:
-    """How weights are to be stored.
+    """How weights are stored.
 
     Attributes:
         weights: ``float``, ``int4`` or ``int8``. int8_activations: see :class:`torch_pi2.types.config.Config`.
-        inputs: name of a linear or key of a site -> its inputs on calibration text.
-        weighted: whether ``inputs`` say how much an error counts, or only how large it is.
-        rows: what is to be taken as it is, under the keys of :mod:`torch_pi2.fitting.gptq_model`.
+        inputs: name of a linear or key of a site -> statistics of its inputs on calibration text.
+        weighted: whether ``inputs`` weigh errors, besides measuring them.
+        rows: quantised rows to use as they are, under the keys of :mod:`torch_pi2.fitting.gptq_model`.
     """
 
     weights: str = "float"
@@ -68,12 +68,12 @@ class Storage:
         return self.weights != "float"
 
     def importance(self, name: str) -> torch.Tensor | None:
-        """``[K]`` for a linear or site, or None: all columns count the same."""
+        """``[K]`` for a linear or site; None: columns count equally."""
         stats = self.inputs.get(name)
         return stats.importance if stats is not None and self.weighted else None
 
     def sample(self, name: str) -> torch.Tensor | None:
-        """``[T, K]`` inputs of a linear or site, or None."""
+        """Sampled inputs ``[T, K]`` of a linear or site, or None."""
         stats = self.inputs.get(name)
         return None if stats is None else stats.sample_TK
 
@@ -83,14 +83,14 @@ def find_linears(
 ) -> tuple[dict[str, nn.Linear], dict[str, str]]:
     """Linear layers of the dense ``model`` to quantise beside its FFNs, and those left out with the reason.
 
-    The one place where this is decided, for models in memory and for checkpoints on disk alike. ``example`` is run
-    once, to see which are called: the weight of one that is not may be read by other code.
+    Used for models in memory and checkpoints on disk alike. ``example`` is run once to see which layers are called:
+    other code may read the weight of one that is not.
 
     Args:
-        on_meta: the model is on ``meta`` as a whole, and of Hugging Face: it needs no example.
+        on_meta: the whole model is on ``meta``, and of Hugging Face; it needs no example.
 
     Raises:
-        CalibrationError, UnsupportedModelError: it does not run there.
+        CalibrationError, UnsupportedModelError: the model does not run.
     """
     of_sites = {id(model.get_parameter(ref.weight)) for site in sites for ref in site.refs.values()}
     linears: dict[str, nn.Linear] = {}
@@ -133,14 +133,14 @@ def _run(model: nn.Module, example: Batch | None, on_meta: bool) -> None:
             inputs = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in example_inputs(model).items()}
             with without_experts(model, all_experts(model)[0]):
                 try:
-                    with FakeTensorMode(allow_non_fake_inputs=True):  # transformers looks at values of other tensors
+                    with FakeTensorMode(allow_non_fake_inputs=True):  # transformers reads values of some tensors
                         model(**inputs, use_cache=False)
-                except Exception:  # code that looks at values, which Dynamo does not run
+                except Exception:  # code that depends on values: Dynamo traces around it
                     capture(model, on_meta=True)
 
 
 def check_some(what: str, layers: Collection[object], linears: Mapping[str, nn.Linear]) -> None:
-    """Raises NoFFNFoundError: a model with neither feed-forward ``layers`` nor ``linears`` to quantise; says which."""
+    """Raises NoFFNFoundError if there are neither feed-forward ``layers`` nor ``linears``; warns if only the latter."""
     if not layers and not linears:
         raise NoFFNFoundError(
             what,
@@ -153,7 +153,7 @@ def check_some(what: str, layers: Collection[object], linears: Mapping[str, nn.L
 
 
 def check_linears(linears: Mapping[str, nn.Linear], weights: str, storage: Storage | None = None) -> None:
-    """Raise on a weight, or its importance in ``storage``, that cannot be quantised, before anything is changed.
+    """Check that weights, and their importance in ``storage``, can be quantised, before anything is changed.
 
     Raises:
         DeviceError, DtypeError, NonFiniteError, ShapeError, ConfigError: see ``torch_pi2.ops.quantized``.
@@ -168,17 +168,15 @@ def check_linears(linears: Mapping[str, nn.Linear], weights: str, storage: Stora
 def quantize_linears(
     model: nn.Module, linears: dict[str, nn.Linear], storage: Storage, *, progress: bool = False
 ) -> dict[str, LayerError]:
-    """Replace ``linears`` (emptied) in ``model`` and give their memory back; their errors.
+    """Replace ``linears`` in ``model`` (the dict is emptied) and free their memory; returns their errors.
 
-    All rows are made before the first layer is replaced, and float weights go last: on an error ``model`` has its own
-    modules and numbers. The rows take a quarter to a half of the float weights for this long; where FFNs were
-    quantised before, that is less than they have given back.
+    All rows are made before the first layer is replaced, and float weights are freed last: after an error ``model`` is
+    unchanged. Until then the rows take a quarter to a half of the float weights' memory.
 
-    An output layer tied to the embedding gets rows of its own, the embedding stays float, and the model's configuration
-    says that the two are not tied any more.
+    An output layer tied to the embedding gets its own rows; the embedding stays float, and the configuration no longer
+    ties the two.
 
-    Raises:
-        DeviceError, DtypeError, NonFiniteError, ShapeError, ConfigError: see :func:`check_linears`.
+    Raises: as :func:`check_linears`.
     """
     errors: dict[str, LayerError] = {}
     made: dict[str, QuantLinear] = {}
@@ -196,14 +194,14 @@ def quantize_linears(
         errors[name] = LayerError(error, _output_error(linear, made[name], storage.sample(name)))
         _log.info("%s: %s, relative error of its weights %.4f", name, storage.weights, errors[name].weight)
         share_hooks(linear, made[name])
-        made[name].use_blocks()  # in place, before it is anyone's: interrupted, its rows would mean other numbers
+        made[name].use_blocks()  # in place, before it is installed: an interruption would leave wrong rows
     replace_modules(model, {linears[name]: quantised for name, quantised in made.items()})
     in_use = {id(parameter) for parameter in model.parameters()}
     config, tied = getattr(model, "config", None), any(id(linear.weight) in in_use for linear in linears.values())
     if tied and getattr(config, "tie_word_embeddings", False):
         config.tie_word_embeddings = False  # type: ignore[union-attr]
     for name, linear in linears.items():
-        # a captured graph or a variable of the caller may keep parameters, but not their memory
+        # captured graphs and callers may hold the parameters, but not their memory
         for local, parameter in linear.named_parameters():
             if id(parameter) not in in_use:
                 free_storage(parameter, f"{name}.{local}", parameter)

@@ -1,4 +1,4 @@
-"""Sparse layers into a model whose weights are not there. The strategy was tried once, when the folder was written."""
+"""Installing sparse layers in a model without weights, by the strategy that was tried when the folder was written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch_pi2.rewrite.skeleton import put
 from torch_pi2.rewrite.strategies import find_strategy
 from torch_pi2.types.plan import LayerPlan, Plan
 
-#: Experts of a module whose weights are read to see what it computes.
+#: Number of experts per module whose weights are read to try the strategy.
 TRIED_EXPERTS = 2
 #: Names of strategies in files.
 _IN_FILES = {"module": "owner", "sequential": "chain"}
@@ -39,7 +39,7 @@ def check_names(model: nn.Module, plan: Plan) -> None:
 
 
 def check_sizes(model: nn.Module, plan: Plan) -> None:
-    """As :func:`check_names`, and sizes, of a ``model`` without weights: nothing else would tell.
+    """As :func:`check_names`, also for sizes: a ``model`` without weights shows a mismatch nowhere else.
 
     Raises:
         StaleArtifactError: the configuration was changed since the folder was made.
@@ -60,12 +60,12 @@ def check_sizes(model: nn.Module, plan: Plan) -> None:
 
 
 def tried_strategy(model: nn.Module, group: Sequence[LayerPlan]) -> str:
-    """The strategy that is seen to compute the same as a layer, or all experts of one module, as files call it.
+    """The strategy that works for a layer, or all experts of one module, by its name in files.
 
-    The layer's parameters have values; of experts those of the first ``TRIED_EXPERTS``.
+    The layer's parameters must have values; of experts, those of the first ``TRIED_EXPERTS``.
 
     Raises:
-        UnsupportedModelError: none does.
+        UnsupportedModelError: no strategy works.
     """
     site = group[0].site
     try:
@@ -81,7 +81,7 @@ def tried_strategy(model: nn.Module, group: Sequence[LayerPlan]) -> str:
 
 
 def strategies_used(model: nn.Module) -> dict[str, str]:
-    """Key of each layer (of experts: of their module) -> its strategy, as files call it; without lazy ones."""
+    """Key of each layer (of experts: of their module) -> its strategy by its name in files; lazy ones are left out."""
     replaced = [replacement for _, replacement in replacements(model)]
     sequences = {part.site.key for part in replaced if isinstance(part, FusedIdentity)}
     found = {}
@@ -94,9 +94,9 @@ def strategies_used(model: nn.Module) -> dict[str, str]:
 def place(
     model: nn.Module, group: Sequence[LayerPlan], sparse: SparseFFN | SparseExperts, strategy: str = _IN_FILES["module"]
 ) -> None:
-    """Let ``sparse`` compute a layer, or all experts of one module, whose parameters need no values.
+    """Install ``sparse`` in place of a layer, or all experts of one module, whose parameters need no values.
 
-    ``strategy``: see :func:`tried_strategy`; it is not tried again.
+    ``strategy``: from :func:`tried_strategy`; it is not tried again.
     """
     site = group[0].site
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Put sparse layers into an eager model, and take them out again.
+"""Rewriting an eager model: checking, making and installing its sparse layers, and restoring the dense ones.
 
 :mod:`torch_pi2.rewrite.strategies` decides how, :mod:`torch_pi2.rewrite.install` does it.
 """
@@ -55,21 +55,21 @@ def rewrite(
 ) -> nn.Module:
     """Replace every FFN of ``plan`` in ``model`` by its sparse form, in place; returns ``model``.
 
-    The memory of the dense weights is freed layer by layer. If any layer fails, the model is restored.
+    Dense weights are freed layer by layer. If any layer fails, the model is restored.
 
     Args:
         predictors: site key -> low-rank predictor in original neuron order: an object with ``tensors()`` and
-            ``threshold`` or a mapping of tensors (see :class:`~torch_pi2.layers.ffn.SparseFFN`). Needed for
-            layers whose method is ``lowrank``.
-        progress: a progress bar on standard error if it is a terminal.
-        storage: how the weights are stored (None: float). Quantised layers cannot be restored, so what can be refused
-            is refused before the first of them is made. Should one fail all the same, the dense modules get the numbers
-            that the rows stand for, and the error says so.
-        strategies: what :func:`replaceable` returned for these layers, which is not tried again.
+            ``threshold``, or a mapping of tensors (see :class:`~torch_pi2.layers.ffn.SparseFFN`). Needed for method
+            ``lowrank``.
+        progress: show a progress bar.
+        storage: how the weights are stored (None: float). Quantised layers cannot be restored, so everything is checked
+            before the first is made. If one fails all the same, the dense modules get dequantised weights, and the
+            error says so.
+        strategies: result of :func:`replaceable` for these layers, which are not tried again.
 
     Raises:
         StaleArtifactError: the plan is for other weights. ConfigError: already rewritten, or predictors are missing.
-        UnsupportedModelError: no strategy computes the same as a layer; the message names it.
+        UnsupportedModelError: no strategy works for a layer; the message names it.
         DeviceError, DtypeError, NonFiniteError, ShapeError: weights that cannot be used.
     """
     if has_sparse_layers(model):
@@ -97,7 +97,7 @@ def rewrite(
 
 
 def abandon(model: nn.Module, error: BaseException) -> None:
-    """Put the dense modules back after ``error``, which gets a note where their numbers are not what they were."""
+    """Restore the dense modules after ``error``, with a note on it if their weights are dequantised."""
     if any(layer.weights != "float" for layer in sparse_layers(model)):
         error.add_note("Layers quantised before have their dequantised weights now: load the checkpoint again.")
     uninstall(model, lossy=True)
@@ -105,10 +105,10 @@ def abandon(model: nn.Module, error: BaseException) -> None:
 
 @fresh_settings()
 def restore(model: nn.Module) -> nn.Module:
-    """Put the original modules and parameters back, bit for bit; the same objects. Returns ``model``.
+    """Restore the original modules and parameters, the same objects, bit for bit. Returns ``model``.
 
     Raises:
-        ConfigError: something is quantised, which cannot be undone, or neurons are on a GPU; nothing is changed then.
+        ConfigError: something is quantised, or neurons are on a GPU; nothing is changed then.
     """
     refuse_split(model, "restoring")
     for name, module in model.named_modules():
@@ -124,10 +124,8 @@ def restore(model: nn.Module) -> nn.Module:
 
 @fresh_settings()
 def replaceable(model: nn.Module, found: Found, needed: bool = True) -> tuple[Found, dict[str, str]]:
-    """``found`` without layers that no strategy can replace, which stay dense.
-
-    Also the strategy of each of the others (of experts: of the first), for :func:`rewrite`. Everything that can be
-    refused is refused here, before anything that takes long.
+    """``found`` without layers that no strategy can replace; and the strategy of each other layer (of experts: by the
+    key of the first), for :func:`rewrite`. Checks everything that can be checked before long computations.
 
     Raises:
         UnsupportedModelError: there is no other layer, and one is ``needed``.
@@ -146,7 +144,7 @@ def replaceable(model: nn.Module, found: Found, needed: bool = True) -> tuple[Fo
 
 
 def predictor_tensors(predictor: Any) -> tuple[Mapping[str, torch.Tensor] | None, float]:
-    """Tensors and threshold of a predictor in either of its forms; ``(None, 0)`` of None."""
+    """Tensors and threshold of a predictor, an object or a mapping; ``(None, 0)`` for None."""
     if predictor is None:
         return None, 0.0
     if isinstance(predictor, Mapping):
@@ -178,7 +176,7 @@ def _make_layer(model: nn.Module, layer: LayerPlan, predictor: Any, storage: Sto
 def _rewrite_group(
     model: nn.Module, group: Sequence[LayerPlan], predictors: Mapping[str, Any], storage: Storage, known: str
 ) -> None:
-    """One layer, or all experts of a module; ``known``: its strategy."""
+    """Make and install one layer, or all experts of a module; ``known``: the strategy."""
     made = (_make_layer(model, layer, predictors.get(layer.site.key), storage) for layer in group)
     sparse = next(made) if group[0].site.experts is None else SparseExperts(made, len(group)).eval()
     _, overrides = find_strategy(model, group, sparse, [known], tried=0)
@@ -192,7 +190,7 @@ def _check_group(
     storage: Storage,
     known: Mapping[str, str],
 ) -> str:
-    """Refuse what rewriting would refuse, without changing anything; the strategy, tried if it is not ``known``."""
+    """Raise what rewriting would raise, without changing anything; returns the strategy, tried unless ``known``."""
     empty = [_check_layer(model, layer, predictors.get(layer.site.key), storage) for layer in group]
     site = group[0].site
     sparse = empty[0] if site.experts is None else SparseExperts(empty, len(group))
@@ -203,7 +201,7 @@ def _check_group(
 
 
 def _check_layer(model: nn.Module, layer: LayerPlan, predictor: Any, storage: Storage) -> SparseFFN:
-    """An empty layer, if one can be made of the weights and the predictor."""
+    """An empty layer; raises if weights or predictor do not fit."""
     site = layer.site
     weights = site.weights(model)
     check_weights(site, weights)
@@ -222,7 +220,7 @@ def apply(
     data: list[Batch] | None = None,
     strategies: Mapping[str, str] | None = None,
 ) -> nn.Module:
-    """Rewrite ``model`` as ``parts`` and ``config`` say, and attach them to it. ``strategies``: see :func:`rewrite`."""
+    """Rewrite ``model`` as ``parts`` and ``config`` say, and attach ``parts``. ``strategies``: see :func:`rewrite`."""
     config = config or Config()
     if config.weights == "float":
         rewrite(model, parts.plan, parts.predictors, progress=progress, strategies=strategies)
@@ -255,7 +253,7 @@ def _apply_quantised(
     check_linears(linears, config.weights)
     inputs: dict[str, InputStats] = {}
     if data:
-        some = data if weighted else data[:1]  # the first batch is enough to measure errors of outputs
+        some = data if weighted else data[:1]  # the first batch is enough to measure output errors
         inputs = gather_inputs(model, some, sites, linears, progress=progress)
     rows: dict[str, torch.Tensor] = {}
     if data and config.quantization == "gptq":
@@ -263,12 +261,12 @@ def _apply_quantised(
         left = calibrated_rows(model, data, sites, linears, config.weights, keep, progress=progress)
         warn_rounded(left)
     storage = Storage(config.weights, config.activations == "int8", inputs, weighted, rows)
-    check_linears(linears, config.weights, storage)  # what can be refused, before anything is replaced
+    check_linears(linears, config.weights, storage)  # before anything is replaced
     rewrite(model, parts.plan, parts.predictors, progress=progress, storage=storage, strategies=strategies)
     try:
         for layer in sparse_layers(model):
             parts.quantization[layer.site.key] = LayerError(layer.error, layer.output_error)
         parts.quantization |= quantize_linears(model, linears, storage, progress=progress)
-    except BaseException as error:  # no memory, or interrupted
+    except BaseException as error:  # includes interruption
         abandon(model, error)
         raise

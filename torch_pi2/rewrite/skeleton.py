@@ -1,4 +1,4 @@
-"""A model without its weights: all modules, computed buffers and small parameters; large parameters on ``meta``."""
+"""A model without weights: modules, computed buffers and small parameters; large parameters are on ``meta``."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from torch_pi2.errors import ArtifactError
 from torch_pi2.store.folder import HF_METHOD, read_config
 from torch_pi2.store.trust import how_to_trust, trusted
 
-#: In messages of transformers about modelling code that comes with a checkpoint.
+#: Appears in transformers' messages about modelling code in a checkpoint.
 _TRUST = "trust_remote_code"
-#: Tensors of at least as many numbers are weights, to be read later; smaller ones (rotary frequencies) are computed.
+#: Tensors of at least this size are weights, read later; smaller ones (rotary frequencies) are computed.
 _LARGE = 1 << 10
 
 
 class _LargeOnMeta(TorchFunctionMode):
-    """``torch.empty`` of large sizes gives a tensor on ``meta``: modules are built without memory for weights.
+    """Makes large tensors of ``torch.empty`` on ``meta``, so that modules are built without memory for weights.
 
-    ``torch.device("meta")`` would put computed buffers there as well, and their values would be lost.
+    ``torch.device("meta")`` would also catch computed buffers, whose values would be lost.
     """
 
     def __torch_function__(
@@ -42,13 +42,13 @@ class _LargeOnMeta(TorchFunctionMode):
 
 
 def model_config(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
-    """The configuration in ``folder``, of the model that is built of it. Raises as :func:`skeleton` does."""
+    """The configuration in ``folder``, for building the model. Raises as :func:`skeleton`."""
     try:
         from transformers import AutoConfig
     except ImportError as error:
         raise missing_package("transformers", "hf", error) from error
     if os.path.lexists(Path(folder) / "config.json"):
-        read_config(Path(folder))  # transformers says less of a damaged one
+        read_config(Path(folder))  # explains a damaged file better than transformers
     try:
         trust = trusted(folder, trust_remote_code)
         found = AutoConfig.from_pretrained(folder, trust_remote_code=trust, local_files_only=True)
@@ -63,9 +63,10 @@ def model_config(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
 
 
 def named_class(config: Any) -> Any:
-    """The class that ``config`` says it is of, such as ``BertModel``, if it is one of transformers' own.
+    """transformers' own class that ``config`` names, such as ``BertModel``.
 
-    None: say nothing, so that it is a causal language model, whatever class that is.
+    None for causal language models, remote code and configurations without a name: ``AutoModelForCausalLM`` builds
+    those.
     """
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -90,12 +91,11 @@ def skeleton(
     """The model of the configuration in ``folder`` (:func:`named_class`), in evaluation mode.
 
     Args:
-        config: another in its place.
-        dtype: of the parameters; None: that of the configuration, or ``stored`` where it says nothing (as transformers
-            does), or float32.
+        config: used instead of the folder's.
+        dtype: of the parameters; None: the configuration's, else ``stored`` (as in transformers), else float32.
 
     Raises:
-        ArtifactError: there is none, or transformers cannot build it. LibraryMissingError: no transformers.
+        ArtifactError: no configuration, or transformers cannot build it. LibraryMissingError: no transformers.
     """
     config = config or model_config(folder, trust_remote_code=trust_remote_code)
     trust = trusted(folder, trust_remote_code)
@@ -141,7 +141,7 @@ def _not_built(folder: str | Path, error: Exception) -> ArtifactError:
 
 
 def places(model: nn.Module) -> list[list[str]]:
-    """All names of each parameter and buffer that a checkpoint of ``model`` has, one list per tensor."""
+    """All names of each parameter and buffer in a checkpoint of ``model``, one list per tensor."""
     kept = set(model.state_dict(keep_vars=True))
     by_tensor: dict[int, list[str]] = {}
     for name, tensor in (
@@ -154,7 +154,7 @@ def places(model: nn.Module) -> list[list[str]]:
 
 
 def put(model: nn.Module, names: list[str], value: torch.Tensor) -> None:
-    """Make ``value`` the parameter or buffer of all ``names``, without a copy."""
+    """Set the parameter or buffer ``names`` (all of them) to ``value``, without a copy."""
     parameter = nn.Parameter(value, requires_grad=False)
     for name in names:
         owner_name, _, local = name.rpartition(".")
@@ -166,7 +166,6 @@ def put(model: nn.Module, names: list[str], value: torch.Tensor) -> None:
 
 
 def now(model: nn.Module, name: str) -> torch.Tensor:
-    """The parameter or buffer of this name."""
     owner, _, local = name.rpartition(".")
     tensor: torch.Tensor = getattr(model.get_submodule(owner), local)
     return tensor
@@ -178,12 +177,12 @@ def fill(
     read: Callable[[str, torch.Tensor], torch.Tensor | None],
     where: str | Path,
 ) -> None:
-    """Give tensors their values. ``read`` gets a name and the tensor there now; None for what it does not have.
+    """Set tensors to ``read(name, current tensor)``; None means that the file has no such tensor.
 
-    Names of one tensor get one value, unless several of them are there (an output layer that was tied and is not now).
+    The names of one tensor share a value, unless the file has several (an output layer that is no longer tied).
 
     Raises:
-        ArtifactError: there is none for a tensor of the file ``where``; its initial value would be wrong.
+        ArtifactError: the file ``where`` has no value for a tensor, whose initial value would be wrong.
     """
     for names in groups:
         found = {name: value for name in names if (value := read(name, now(model, name))) is not None}
@@ -207,7 +206,7 @@ def _without_value(model: nn.Module, name: str, where: str | Path) -> ArtifactEr
 
 
 def check_filled(model: nn.Module, where: str | Path) -> None:
-    """Raises ArtifactError, naming it, if a tensor of ``model`` has no value; neurons may be in a store."""
+    """Raises ArtifactError if a tensor of ``model`` has no value, neurons in a store excepted."""
     stored = {f"{name}.neuron_rows" for name, m in model.named_modules() if not getattr(m, "in_memory", True)}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta and name not in stored:

@@ -1,4 +1,4 @@
-"""``model.torch_pi2``: what the library keeps on a model, all of it in one attribute."""
+"""``model.torch_pi2``: the library's state of a model, in one attribute."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _ATTRIBUTE = "torch_pi2"
 
 @dataclass(kw_only=True, eq=False)
 class ModelState:
-    """The state of a model that is nobody's parameter; a copied model has a copy, over the same store.
+    """State of a model besides parameters. A copied model has a copy, over the same store.
 
     Attributes:
-        store: that the model reads its neurons from; None: it is in memory. budget: of the store.
-        group: of the processes that each have a shard of it; None: this one has all.
-        controller: what keeps the model with its plan (:class:`torch_pi2.decode.plan_controller.PlanController`).
+        store: of its neurons; None: it is in memory. budget: of the store.
+        group: the processes that each have a shard of the model; None: it is not sharded.
+        controller: applies the followed plan (:class:`torch_pi2.decode.plan_controller.PlanController`).
     """
 
     store: Store | None = None
@@ -41,27 +41,27 @@ class ModelState:
 
     @staticmethod
     def of(model: nn.Module) -> ModelState | None:
-        """That of ``model``, if it has one; of ``torch.compile(model)``, too."""
+        """The state of ``model`` (or of ``torch.compile(model)``), or None."""
         found = getattr(model, _ATTRIBUTE, None)
         return found if isinstance(found, ModelState) else None
 
     def attach(self, model: nn.Module) -> None:
-        """Make it the state of ``model``: a plain attribute, which state_dict and parameters() do not see."""
+        """Attach to ``model`` as a plain attribute, invisible to state_dict and parameters()."""
         object.__setattr__(model, _ATTRIBUTE, self)
 
     @staticmethod
     def detach(model: nn.Module) -> ModelState | None:
-        """Take it from ``model``, and give it back, if it had one."""
+        """Remove the state of ``model``, and return it."""
         found = ModelState.of(model)
         return None if found is None else model.__dict__.pop(_ATTRIBUTE, None)
 
 
 @dataclass(eq=False)
 class SparseState(ModelState):
-    """What an optimised model was made with.
+    """State of an optimised model.
 
-    ``quantization``: name of a linear layer or key of an FFN -> what quantising did to it; empty for float weights.
-    ``weights``: "float", or the kind of the quantised ones.
+    ``quantization``: name of a linear layer or key of an FFN -> its error; empty for float weights.
+    ``weights``: format of the weights, ``float`` if they are not quantised.
     """
 
     plan: Plan
@@ -72,21 +72,21 @@ class SparseState(ModelState):
 
     @property
     def left(self) -> dict[str, str]:
-        """Layers that look feed-forward and stay dense: name -> reason."""
+        """Feed-forward layers that stay dense: name -> reason."""
         chosen = {y.site.key: "choosing neurons would not pay" for y in self.plan.layers if y.method == Method.DENSE}
         return chosen | dict(self.plan.made_by.get("left", {}))
 
     @property
     def lossy(self) -> bool:
-        """Whether other numbers come out than those of the dense model with the weights it was made from."""
+        """Whether results differ from those of the original dense model."""
         return self.weights != "float" or bool(lossy_methods(self.plan)) or _leaves_out(self.store)
 
     @property
     def loss_change(self) -> float | None:
-        """How much larger the loss was than that of the dense model on held-out calibration data, 0.01: 1 %.
+        """Relative increase of the loss on held-out calibration data against the dense model; 0.01 is 1 %.
 
-        0 if nothing is lossy; None: not measured, as of thresholds, of quantised weights and of what is left out while
-        it is not in memory (``OffloadConfig.lossy``).
+        0 if nothing is lossy; None if not measured: thresholds without ``max_loss``, quantised weights, and
+        ``OffloadConfig.lossy``.
         """
         if not self.lossy:
             return 0.0
@@ -96,7 +96,7 @@ class SparseState(ModelState):
 if TYPE_CHECKING:
 
     class LoadedModel(nn.Module):
-        """What :func:`torch_pi2.load` gives, for type checkers: nn.Module alone says of each attribute "a tensor"."""
+        """Result of :func:`torch_pi2.load` for type checkers: nn.Module declares every attribute a tensor."""
 
         torch_pi2: SparseState
         config: Any
@@ -105,7 +105,7 @@ if TYPE_CHECKING:
 
 
 def get_state(model: nn.Module) -> SparseState:
-    """Plan, predictors and statistics of an optimised model. Raises ConfigError if it is not one."""
+    """The state of an optimised model. Raises ConfigError if it is dense."""
     parts = ModelState.of(model)
     if not isinstance(parts, SparseState):
         raise ConfigError(
@@ -118,7 +118,7 @@ def get_state(model: nn.Module) -> SparseState:
 
 
 def store_of(model: nn.Module) -> Store | None:
-    """That over which a model was loaded; None: it is in memory."""
+    """The store that a model was loaded over, or None."""
     handle = ModelState.of(model)
     return None if handle is None else handle.store
 
@@ -128,12 +128,12 @@ def _leaves_out(store: Store | None) -> bool:
 
 
 def leaves_out(model: nn.Module) -> bool:
-    """Whether decoding leaves out something that is not in memory (``OffloadConfig.lossy``)."""
+    """Whether decoding may skip neurons that are not in memory (``OffloadConfig.lossy``)."""
     return _leaves_out(store_of(model))
 
 
 def store_and_budget(model: nn.Module) -> tuple[Store, Budget]:
-    """Of a model that was loaded with a budget. Raises ConfigError: it has no store."""
+    """Store and budget of a model loaded with a budget. Raises ConfigError if it has none."""
     handle = ModelState.of(model)
     if handle is None or handle.store is None or handle.budget is None:
         raise ConfigError(
@@ -146,7 +146,7 @@ def store_and_budget(model: nn.Module) -> tuple[Store, Budget]:
 
 
 def stored_stats(model: nn.Module) -> ActivationStats | None:
-    """Those of the folder of a model over a store, which it was loaded without: no budget has room for them."""
+    """Statistics in the folder of a model over a store, which loading leaves there to save memory."""
     store = store_of(model)
     if store is None:
         return None

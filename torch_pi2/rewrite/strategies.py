@@ -1,14 +1,14 @@
-"""How an FFN of a model is replaced: deciding, without changing anything.
+"""Choosing how an FFN of a model is replaced, without changing anything.
 
-The first of these strategies is chosen that is *seen* to compute the same on random input:
+The first strategy *seen* to compute the same on random input is chosen:
 
 * **module**: the module that owns the FFN computes nothing else; its ``forward`` is replaced (Llama's ``mlp``).
 * **sequential**: the FFN is a sequence of modules inside a bigger block; the first linear computes all of it, the
   others pass the result on (OPT's ``fc1, activation_fn, fc2``).
-* **lazy**: some of the FFN is code of the block; its linears exchange a lazy tensor (:mod:`torch_pi2.layers.lazy`).
-  So do the linears of an FFN with hooks inside, which the others would silence (:mod:`torch_pi2.base.modules`).
+* **lazy**: part of the FFN is code of the block; its linears exchange a lazy tensor (:mod:`torch_pi2.layers.lazy`).
+  This is also for FFNs with hooks inside, which the other strategies would silence (:mod:`torch_pi2.base.modules`).
 
-Experts are replaced together: the ``forward`` of the module that holds them.
+Experts are replaced together, by the ``forward`` of the module that holds them.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from torch_pi2.types.site import FFNSite, FFNWeights, Formula, apply_formula, de
 
 _log = logging.getLogger("torch_pi2")
 
-#: Batches and tokens to probe with: several of each, so that code which takes some of them out is seen, and one alone.
+#: Batches and tokens of probes: several of each, to notice code that picks some out, and one alone.
 _PROBE_SHAPES = ((3, 17), (2, 5), (1, 1))
-#: Ends the reason why a strategy would silence a hook.
+#: End of a reason: the strategy would silence a hook.
 _SILENT = "which would not run"
-#: An input ``[B, T, H]`` and what the dense layer makes of it.
+#: An input ``[B, T, H]`` and the dense layer's result.
 Probe = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -56,11 +56,11 @@ def find_strategy(
 
     Args:
         group: the plan of the layer, or those of all experts.
-        sparse: what computes them, empty or not; or None, which lazy tensors do not take.
-        tried: 0: nothing is tried, as the strategy is known. Of experts, so many (None: all), which need their weights.
+        sparse: the layer, possibly empty; or None, which the lazy strategy does not accept.
+        tried: 0: the strategy is known and not tried. Number of experts to try (None: all), which need their weights.
 
     Raises:
-        UnsupportedModelError: none of them does. StaleArtifactError: the module has another number of experts.
+        UnsupportedModelError: no strategy works. StaleArtifactError: the module has another number of experts.
     """
     site = group[0].site
     if site.experts is not None:
@@ -78,12 +78,12 @@ def find_strategy(
 
 
 def plain_reason(reasons: Sequence[str]) -> str:
-    """The reason that says most: a hook, or else why the last and most general strategy cannot be used."""
+    """The most useful reason: a hook, or else why the last and most general strategy failed."""
     return next((r for r in reasons if r.endswith(_SILENT)), reasons[-1]).partition(": ")[2]
 
 
 def log_skipped(refused: Mapping[str, UnsupportedModelError], others: bool) -> dict[str, str]:
-    """Layers that no strategy can replace -> why, which is logged. Raises the first if there are no ``others``."""
+    """Log why layers cannot be replaced, and return the reasons. Raises the first error if there are no ``others``."""
     if refused and not others:
         raise next(iter(refused.values()))
     left = {key: plain_reason(error.found.split("; ")) for key, error in refused.items()}
@@ -93,7 +93,7 @@ def log_skipped(refused: Mapping[str, UnsupportedModelError], others: bool) -> d
 
 
 def _by_experts(model: nn.Module, group: Sequence[LayerPlan], sparse: Any, tried: int | None) -> Override:
-    """The override by which ``sparse`` computes in the place of the module of experts that ``group`` names."""
+    """The override that replaces the module of experts of ``group`` by ``sparse``."""
     first = group[0].site
     module = model.get_submodule(str(first.experts))
     experts = len(model.get_parameter(first.up.weight))
@@ -119,7 +119,6 @@ def _by_experts(model: nn.Module, group: Sequence[LayerPlan], sparse: Any, tried
 
 
 def _probes_of(site: FFNSite, weights: FFNWeights) -> list[Probe]:
-    """Random inputs of a layer and what it makes of them."""
     generator = torch.Generator().manual_seed(site.layer)
     probes: list[Probe] = []
     for number, shape in enumerate(_PROBE_SHAPES):
@@ -131,7 +130,7 @@ def _probes_of(site: FFNSite, weights: FFNWeights) -> list[Probe]:
     return probes
 
 
-# --- the three strategies: each returns its overrides, or why it cannot be used ---
+# --- the three strategies: each returns its overrides, or why it does not work ---
 
 
 def _by_module(model: nn.Module, site: FFNSite, ffn: Any, probes: Sequence[Probe]) -> list[Override] | str:
@@ -246,7 +245,7 @@ def _module_name(parameter: str) -> str:
     return parameter.rpartition(".")[0]
 
 
-# --- whether modules compute the FFN, and nothing else ---
+# --- checks that modules compute the FFN, and nothing else ---
 
 
 def _no_strategy(site: FFNSite, reasons: Sequence[str]) -> UnsupportedModelError:
@@ -263,7 +262,7 @@ def _registrations(model: nn.Module, module: nn.Module) -> int:
 
 
 def _shared(model: nn.Module, site: FFNSite) -> str | None:
-    """A linear layer of ``site`` that several modules have: it has one forward."""
+    """Message about a linear layer of ``site`` that several modules share: it has only one forward."""
     for ref in site.refs.values():
         linear = model.get_submodule(_module_name(ref.weight))
         if sum(linear in parent._modules.values() for parent in model.modules()) > 1:
@@ -272,13 +271,13 @@ def _shared(model: nn.Module, site: FFNSite) -> str | None:
 
 
 def _runs_to(call: Any, probes: Sequence[Probe]) -> str | None:
-    """None if ``call(x)`` gives ``y`` for all probes, and these reach all that it does; else what happened instead."""
+    """What ``call(x)`` does instead of giving ``y`` on all probes, or does where no probe reaches; None if nothing."""
     coverage = BranchCoverage()
     for x, y in probes:
         try:
             with coverage:
                 found = call(x.clone())
-        except Exception as error:  # a block that wants more arguments, a container without forward, ...
+        except Exception as error:  # e.g. a block with more arguments, or a container without forward
             return f"raises {type(error).__name__}"
         if not same_tokens(found, y):
             return "computes something else as well"
@@ -287,7 +286,7 @@ def _runs_to(call: Any, probes: Sequence[Probe]) -> str | None:
 
 
 def _tried(call: Any, probes: Sequence[Probe], *modules: nn.Module) -> str | None:
-    """As :func:`_runs_to`; ``modules`` are left as they were, and keep nothing of a call."""
+    """As :func:`_runs_to`, also checking that ``modules`` keep nothing of a call; their attributes are restored."""
     with _as_it_was(*modules) as changed:
         problem = _runs_to(call, probes)
     return f"keeps something of each call ({changed[0]})" if changed and not problem else problem
@@ -295,7 +294,7 @@ def _tried(call: Any, probes: Sequence[Probe], *modules: nn.Module) -> str | Non
 
 @contextmanager
 def _as_it_was(*roots: nn.Module) -> Iterator[list[str]]:
-    """What the code within it assigns to attributes of modules is undone, and named in the list."""
+    """Context that undoes assignments to modules' attributes, and collects their names in its list."""
     before = {module: dict(vars(module)) for root in roots for module in root.modules()}
     changed: list[str] = []
     try:
@@ -309,9 +308,9 @@ def _as_it_was(*roots: nn.Module) -> Iterator[list[str]]:
 
 
 def _more_than(site: FFNSite, model: nn.Module, modules: Mapping[str, nn.Module]) -> str | None:
-    """Name of a tensor in ``modules`` that is none of the FFN's.
+    """Name of a tensor in ``modules`` that is not the FFN's.
 
-    An adapter or layer scale may have no effect with its present value, and yet be trained or loaded later.
+    An adapter or layer scale may have no effect now, and yet be trained or loaded later.
     """
     own = {id(model.get_parameter(name)) for name in site.parameter_names}
     for prefix, module in modules.items():
