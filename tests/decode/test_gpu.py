@@ -24,7 +24,6 @@ import torch_pi2
 from torch_pi2.decode import chunked_prefill, hf_generate, step_graph
 from torch_pi2.decode.decoder import Decoder
 from torch_pi2.decode.hf_generate import DecoderPool
-from torch_pi2.decode.sequence import Sampling, pick
 from torch_pi2.decode.step_graph import captured
 from torch_pi2.errors import ConfigError, DeviceError
 from torch_pi2.layers import gpu
@@ -169,13 +168,6 @@ def test_parameters_in_several_places(monkeypatch: pytest.MonkeyPatch) -> None:
     held.append(Elsewhere())  # type: ignore[arg-type]
     with pytest.raises(DeviceError, match=r"the CPU, or one GPU, found cpu, cuda:1. Load it without device_map"):
         device_of(model)
-
-
-def test_what_is_drawn_depends_on_the_seed() -> None:
-    """A generator of the CPU draws: who decodes on a GPU brings logits there first."""
-    logits = torch.randn(64, generator=torch.Generator().manual_seed(3))
-    drawn = [pick(logits, Sampling(0.8, 0, 0.9), torch.Generator().manual_seed(seed)) for seed in range(20)]
-    assert len(set(drawn)) > 3
 
 
 # --- CUDA graphs ---

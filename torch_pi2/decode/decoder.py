@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -215,12 +215,13 @@ class Decoder:
         logits_BV = logits_BTV[:, -1]
         return logits_BV if self.logits else logits_BV.argmax(-1, keepdim=True)
 
-    def _forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
-        return self._answer(self.model(**self._inputs(ids_BT), logits_to_keep=1).logits)
-
-    def _forward_each(self, ids_1T: torch.Tensor) -> torch.Tensor:
-        logits_1TV: torch.Tensor = self.model(**self._inputs(ids_1T)).logits
-        return logits_1TV[0]
+    def _forward(self, ids_BT: torch.Tensor, of_each: bool) -> torch.Tensor:
+        """A step; ``of_each``: its tokens are steps of one sequence, each as if alone, and all their logits wanted."""
+        with packed_attention(self.model), single_steps() if of_each else nullcontext():
+            if of_each:
+                logits_TV: torch.Tensor = self.model(**self._inputs(ids_BT)).logits[0]
+                return logits_TV
+            return self._answer(self.model(**self._inputs(ids_BT), logits_to_keep=1).logits)
 
     # --- prompts ---
 
@@ -440,7 +441,7 @@ class Decoder:
                 found=f"{list(next_B1.shape)} after {self.length} tokens",
                 fix="Make a Decoder with more max_tokens, or for this batch.",
             )
-        return self._feed(next_B1, self._forward)
+        return self._feed(next_B1)
 
     @broadcast_call
     @torch.inference_mode()
@@ -466,7 +467,7 @@ class Decoder:
                 found=f"{list(ids_1T.shape)} for {self.batch} after {self.length} tokens",
                 fix="Verify fewer tokens, or make a Decoder with more max_tokens.",
             )
-        return self._feed(ids_1T, self._forward_each)
+        return self._feed(ids_1T, of_each=True)
 
     def compile_passes(self, tokens: int) -> None:
         """After a prompt: compile :meth:`verify` for this many tokens now, unless that has been done."""
@@ -474,8 +475,8 @@ class Decoder:
             self.verify(torch.zeros(1, tokens, dtype=torch.int64, device="cpu"))
             self.rollback(tokens)
 
-    def _feed(self, ids_BT: torch.Tensor, forward: Forward) -> torch.Tensor:
-        """What ``forward`` returns for the next tokens. If it fails, it is as if they had not been fed."""
+    def _feed(self, ids_BT: torch.Tensor, of_each: bool = False) -> torch.Tensor:
+        """What :meth:`_forward` returns for the next tokens. If it fails, it is as if they had not been fed."""
         group = group_of(self.model)
         on_gpu = self.device.type != "cpu" and ids_BT.device.type == "cpu"
         if on_gpu or group is not None:  # a wrong token would break CUDA, or end the group
@@ -483,7 +484,6 @@ class Decoder:
         if group is not None:
             check_coordinated(group)
         ids_BT = ids_BT.to(self.device, torch.int64).contiguous()  # compiled code would not notice another layout
-        of_each = forward == self._forward_each
         self._announce_batch(self.batch)
         try:
             with on_device(self.device), nullcontext() if group is None else group.together():
@@ -491,9 +491,9 @@ class Decoder:
                 if run is not None:
                     result: torch.Tensor = run(ids_BT)
                 elif self.compiled:
-                    result = self._compile_and_run(ids_BT, forward, of_each)
+                    result = self._compile_and_run(ids_BT, of_each)
                 else:
-                    result = self._runner(ids_BT, forward, of_each)(ids_BT)
+                    result = self._runner(ids_BT, of_each)(ids_BT)
         except BaseException:
             check_vocabulary(self.model, ids_BT, "token")  # may be the cause, which other errors do not name
             raise
@@ -680,53 +680,40 @@ class Decoder:
         """Whether calls of a step are all there is to it: no hooks see it, and it has no copies and threads."""
         return not (self._divided or self.is_hooked())
 
-    @contextmanager
-    def _attending(self, of_each: bool) -> Iterator[None]:
-        """Within it a forward is a step. ``of_each``: its tokens are steps of one sequence, each as if alone."""
-        with packed_attention(self.model), single_steps() if of_each else nullcontext():
-            yield
-
-    def _runner(self, ids_BT: torch.Tensor, forward: Forward, of_each: bool) -> GraphRunner:
+    def _runner(self, ids_BT: torch.Tensor, of_each: bool) -> GraphRunner:
         key = self.batch, ids_BT.shape[1], of_each
         if key not in self._runners:
             me: Callable[[], Any] = weakref.ref(self)  # a cycle would keep the model until garbage is collected
-            name = forward.__name__
-
-            def attending(ids_BT: torch.Tensor) -> torch.Tensor:
-                decoder = me()
-                with decoder._attending(of_each):
-                    result: torch.Tensor = getattr(decoder, name)(ids_BT)
-                return result
-
-            again = group_of(self.model) is None
-            self._runners[key] = GraphRunner(attending, lambda: me().may_record(), lambda: State(me().model), again)
+            self._runners[key] = GraphRunner(
+                lambda ids_BT: me()._forward(ids_BT, of_each),
+                lambda: me().may_record(),
+                lambda: State(me().model),
+                again=group_of(self.model) is None,
+            )
         return self._runners[key]
 
-    def _compile_and_run(self, ids_BT: torch.Tensor, forward: Forward, of_each: bool) -> torch.Tensor:
+    def _compile_and_run(self, ids_BT: torch.Tensor, of_each: bool) -> torch.Tensor:
         """Compile and run the first step of a kind. One that hooks see, or that cannot be recorded, stays eager."""
         import torch._inductor.config as inductor
 
-        key = self.batch, ids_BT.shape[1], of_each
         if self.is_hooked():
-            return self._runner(ids_BT, forward, of_each)(ids_BT)
-        with self._attending(of_each), inductor.patch(self._inductor), room_for_compiling(self.model):
-            run = self._compiled(ids_BT, forward)
-            if run is not None:
-                result = run(ids_BT)
-                # Compiled code of a dense model checks at each call whether its weights have been replaced.
-                whole = ModelState.of(self.model) is not None
-                self._compiled_steps[key] = captured(run, ids_BT) if whole else run
-                return result
-        log_once(f"steps of {type(self.model).__name__} are not compiled: their calls cannot be recorded")
-        self._compiled_steps[key] = self._runner(ids_BT, forward, of_each)
-        return self._compiled_steps[key](ids_BT)
+            return self._runner(ids_BT, of_each)(ids_BT)
+        with inductor.patch(self._inductor), room_for_compiling(self.model):
+            run = self._compiled(ids_BT, of_each)
+            if run is None:
+                log_once(f"steps of {type(self.model).__name__} are not compiled: their calls cannot be recorded")
+                run = self._runner(ids_BT, of_each)
+            result = run(ids_BT)
+        # Compiled code of a dense model checks at each call whether its weights have been replaced.
+        whole = ModelState.of(self.model) is not None and not isinstance(run, GraphRunner)
+        self._compiled_steps[self.batch, ids_BT.shape[1], of_each] = captured(run, ids_BT) if whole else run
+        return result
 
-    def _compiled(self, ids_BT: torch.Tensor, forward: Forward) -> Forward | None:
-        """``forward`` compiled from its recorded calls; None: they cannot be recorded."""
+    def _compiled(self, ids_BT: torch.Tensor, of_each: bool) -> Forward | None:
+        """A step compiled from its recorded calls; None: they cannot be recorded."""
         other_BT = (ids_BT + 1) % self.model.get_input_embeddings().num_embeddings  # type: ignore[operator]
         before = State(self.model)
-        (_, first), (_, graph) = record(forward, other_BT), record(forward, ids_BT)
+        (_, first), (_, graph) = (record(lambda i: self._forward(i, of_each), ids) for ids in (other_BT, ids_BT))
         if graph is None or first is None or not first.is_same(graph) or before != State(self.model):
             return None
-        backend = torch._dynamo.lookup_backend(self._backend)
-        return graph.compiled(backend, ids_BT, self.model)
+        return graph.compiled(torch._dynamo.lookup_backend(self._backend), ids_BT, self.model)
