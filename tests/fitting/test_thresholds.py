@@ -67,10 +67,11 @@ def logits(model: torch.nn.Module, ids_BT: torch.Tensor) -> torch.Tensor:
     return model(ids_BT).logits
 
 
-def spread_of(model: torch.nn.Module, **config: object) -> tuple[thresholds.Scored, thresholds.Allocation]:
+def spread_of(model: torch.nn.Module, **config: object) -> thresholds.Scored:
     data, settings = list(batches(own_text(), batch_size=8, seq_len=32)), torch_pi2.Config(**(QUICK | config))
     scored = thresholds.Scored(model, data, find_sites(model), settings)
-    return scored, scored.allocate(data)
+    scored.allocate(data)
+    return scored
 
 
 @pytest.mark.parametrize("score", ["gate", "auto"])
@@ -79,12 +80,12 @@ def test_layers_that_matter_less_skip_more(score: str) -> None:
     sites = find_sites(model)
     with torch.no_grad():
         sites[0].weights(model).down.mul_(0.05)
-    scored, spread = spread_of(model, score=score)
+    scored = spread_of(model, score=score)
     for mean in (0.0, 0.1, 0.35, 0.6, 0.95):
-        shares = spread.shares(mean)
+        shares = scored.shares(mean)
         assert sum(shares.values()) / len(sites) == pytest.approx(mean)
         assert shares[sites[0].key] > max(shares.values()) - 1e-9
-    shares = spread.shares(0.5)
+    shares = scored.shares(0.5)
     assert shares[sites[0].key] > shares[sites[1].key] + 0.1
 
     kl = {}
@@ -96,14 +97,14 @@ def test_layers_that_matter_less_skip_more(score: str) -> None:
 def test_with_auto_a_layer_has_the_score_that_costs_least_at_its_share() -> None:
     model = tiny_models.tiny("llama")
     sites = find_sites(model)
-    by_score = {score: spread_of(model, score=score)[1] for score in ("output", "up")}
-    scored, both = spread_of(model, score="auto")
+    by_score = {score: spread_of(model, score=score) for score in ("output", "up")}
+    scored = spread_of(model, score="auto")
     for share in (0.2, 0.5, 0.8, 0.95):
         shares = dict.fromkeys((site.key for site in sites), share)
         for site, chosen in zip(sites, scored.thresholds(shares).sites, strict=True):
             cost = {score: float(np.interp(share, _SHARES, of._costs[site.key][0])) for score, of in by_score.items()}
             assert chosen.up_first == (cost["up"] < cost["output"])
-        assert sum(both.shares(share).values()) == pytest.approx(share * len(sites))
+        assert sum(scored.shares(share).values()) == pytest.approx(share * len(sites))
     with torch.no_grad():  # in the first layer gates tell nothing, in the second up
         for matrix in (sites[0].weights(model).gate, sites[1].weights(model).up):
             matrix.copy_(matrix[:1].clone().expand_as(matrix))
@@ -117,7 +118,8 @@ def test_experts_of_a_module_skip_one_share(score: str) -> None:
     sites = find_sites(model)
     data = list(batches(torch.randint(0, 64, (16, 32)), batch_size=8, seq_len=32))
     scored = thresholds.Scored(model, data, sites, torch_pi2.Config(score=score, **QUICK))
-    shares = scored.allocate(data).shares(0.4)
+    scored.allocate(data)
+    shares = scored.shares(0.4)
     assert not scored.thresholds(shares).scales
     assert shares.keys() == {site.key for site in sites}
     assert len({(site.experts, shares[site.key]) for site in sites}) == len({site.experts for site in sites})
@@ -128,7 +130,7 @@ def test_divergences_are_means_over_real_tokens() -> None:
     ids = own_text()[:3, :16]
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[1, :5] = False
-    scored, _ = spread_of(model)
+    scored = spread_of(model)
     skips = scored.thresholds(0.7).masked(model)
     found = divergences(model, [Batch(ids[:2], mask[:2]), Batch(ids[2:], mask[2:])], [nullcontext(), skips])
     assert found[0] == 0

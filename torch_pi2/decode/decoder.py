@@ -1,8 +1,8 @@
 """``Decoder``: decoding over a static KV cache, with each step as one graph.
 
-Hugging Face's forward spends about 140 us a layer in Python, as much as a sparse layer of a small model takes. The
-calls of a step are therefore recorded and replayed (:mod:`torch_pi2.decode.step_graph`), or compiled, with our
-operators as calls that Inductor leaves alone. Neither has guards: this class owns everything that guards would check.
+Hugging Face's forward spends about 140 us per layer in Python, as long as a sparse layer of a small model takes.
+Therefore a step's calls are recorded and replayed (:mod:`torch_pi2.decode.step_graph`), or compiled; Inductor leaves
+our operators alone. Neither has guards: this class checks everything that guards would check.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from torch_pi2.rewrite.state import ModelState, store_of
 #: Most tokens of a :meth:`Decoder.verify`: from 12 on, layers with int8 activations may have other last bits.
 VERIFIED = 8
 
-#: Inductor settings of a step. Asserts on sizes and guards cost more than the small kernels between our operators, and
-#: a second thread would slow these down: waking it takes longer than they do. Freezing would copy the weights.
+#: Inductor settings of a step. Size asserts cost more than the small kernels between our operators, and waking a second
+#: thread takes longer than running one. Freezing would copy the weights.
 _INDUCTOR = {
     "freezing": False,
     "size_asserts": False,
@@ -54,7 +54,6 @@ _INDUCTOR = {
 
 
 def _check_ids(ids_BT: torch.Tensor, what: str) -> None:
-    """Raises ShapeError or DtypeError unless these are token ids ``[B, T]``."""
     is_tensor = isinstance(ids_BT, torch.Tensor)
     if not is_tensor or ids_BT.dim() != 2:
         found = str(list(ids_BT.shape)) if is_tensor else f"a {type(ids_BT).__name__}"
@@ -80,41 +79,39 @@ class Decoder:
     """Greedy continuation of prompts, or of one prompt by several sequences (:meth:`fork`).
 
     Each step is one forward for all sequences, which reads the weights once. Sequences can be added (:meth:`add`) and
-    dropped (:meth:`retain`) between steps. A model that follows a plan (:func:`torch_pi2.follow`) learns how many there
-    are.
+    dropped (:meth:`retain`) between steps; a model that follows a plan (:func:`torch_pi2.follow`) adapts to the number.
 
-    Between a prompt and the last step that continues it, the model must not be rewritten, moved, converted, planned
-    anew or hooked: this would not be noticed until the next prompt (and inside of objects that modules hold, except
-    lists and mappings, not then either). New values in the same tensors are. A compiled model must not change itself in
-    its steps (counters, moving averages).
+    Between a prompt and the last step that continues it, the model must not be rewritten, moved, converted, replanned
+    or hooked: changes are noticed at the next prompt (never inside objects that modules hold, except lists and
+    mappings). New values in the same tensors are fine. A compiled model must not change itself in its steps (counters,
+    moving averages).
 
     Args:
-        model: a Hugging Face causal language model, dense or optimised, in evaluation mode. It is on the CPU, on a GPU,
-            or divided between them (then steps are not recorded). On a GPU, recorded steps and compiled ones of
-            optimised models are captured as CUDA graphs. Ids may be on any device; results are where the model is.
+        model: a Hugging Face causal language model, dense or optimised, in evaluation mode; on the CPU, on a GPU, or
+            divided between them (then steps are not recorded). On a GPU, recorded steps and compiled ones of optimised
+            models become CUDA graphs. Ids may be on any device; results are on the model's.
         max_tokens: size of the KV cache, prompt and answer together.
-        batch: most sequences that are decoded together.
+        batch: maximum number of sequences decoded together.
         backend: compiles the steps. ``torch_pi2`` merges linear layers with the same input into one call.
         compiled: run each step through Inductor. The first step of each number of sequences is compiled: a second per
-            layer, or 2 to 5 s in all if this machine has compiled it before; counters see that step twice more.
-            Lossless except for rounding: Inductor keeps float32 between operations that it fuses. Steps that hooks see,
-            or that cannot be recorded, are not compiled. False: steps are recorded and replayed, which keeps the
-            model's bits, needs no compiler, and gains almost as much.
-        cpp_wrapper: let Inductor write the code between kernels in C++ too. This saves some 10 us per layer and token
-            and takes a minute more to compile (Inductor keeps both on disk).
+            layer, or 2 to 5 s in all from Inductor's disk cache; counters see that step twice more. Lossless except for
+            rounding: Inductor keeps float32 between fused operations. Steps that hooks see, or that cannot be recorded,
+            are not compiled. False: steps are recorded and replayed, which keeps the model's bits, needs no compiler,
+            and gains almost as much.
+        cpp_wrapper: let Inductor write the code between kernels in C++ too: about 10 us less per layer and token, and a
+            minute more to compile.
         logits: :meth:`prompt` and :meth:`step` return the logits ``[B, V]`` of the next token, for sampling, instead of
             the most likely token.
-        chunk_tokens: read longer prompts in equal chunks of at most this many tokens, which limits the memory for
-            activations, and is faster in memory because they stay in the CPU's caches. Feed-forward layers take the
-            path of the whole prompt: lossless except for the rounding of PyTorch's products, and of ours in chunks of
-            fewer than 12 tokens. 0: at most this many of all sequences together: over a store as many as the budget
-            allows (``Budget.piece_tokens``: 1,024, or the context if that is less); in memory 256 if every product is
-            one of ours with int8 activations, which is lossless (AVX-512 VNNI); else the prompt is read whole. Prompts
-            longer than a model was trained with are read whole if its rotary frequencies depend on the length of a call
-            (longrope, dynamic NTK).
+        chunk_tokens: read longer prompts in equal chunks of at most this many tokens. This limits the memory for
+            activations, and keeps them in the CPU's caches. Feed-forward layers take the path of the whole prompt:
+            lossless except for the rounding of PyTorch's products, and of ours in chunks of fewer than 12 tokens. 0:
+            automatic. Over a store, chunks have as many tokens as the budget allows (``Budget.piece_tokens``). In
+            memory they have 256 if that is lossless, when every product is ours with int8 activations (AVX-512 VNNI);
+            otherwise the prompt is read whole, as is one beyond the trained length if rotary frequencies depend on the
+            length (longrope, dynamic NTK).
 
     Attributes:
-        batch: sequences that are decoded now. lengths: tokens of each. length: of the longest.
+        batch: sequences decoded now. lengths: tokens of each. length: of the longest.
         cache: a ``StaticCache``. compiled: whether steps are.
 
     Raises:
@@ -124,7 +121,7 @@ class Decoder:
         DeviceError: the model is on several GPUs, or (by methods that read a prompt) has been moved since.
     """
 
-    #: The other processes know it by this number, if a coordinator broadcasts its calls (:func:`torch_pi2.lead`).
+    #: Its id in the other processes, if a coordinator broadcasts its calls (:func:`torch_pi2.lead`).
     number: int | None = None
 
     @checked
@@ -159,11 +156,11 @@ class Decoder:
         self._cache_name = cache_name(model)
         self._inductor = _INDUCTOR | {"cpp_wrapper": cpp_wrapper}
         self._backend = backend
-        #: Compiled steps and recorded ones, by number of sequences, tokens, and whether all their logits are wanted.
+        #: Compiled and recorded steps, by number of sequences, number of tokens, and whether it is a verifying pass.
         self._compiled_steps: dict[tuple[int, int, bool], Forward] = {}
         self._runners: dict[tuple[int, int, bool], GraphRunner] = {}
         self._state: State | None = None
-        #: The row whose prompt :meth:`add` reads; None: of none. Its chunks.
+        #: The row whose prompt :meth:`add` is reading, and its chunks.
         self._adding: int | None = None
         self._chunks: Generator[int] | None = None
         announce(self, **settings)
@@ -173,7 +170,6 @@ class Decoder:
         return max(self.lengths, default=0)
 
     def _inspect_model(self) -> None:
-        """Find out what the model allows. Raises DeviceError: it has been moved; ConfigError: see the class."""
         device = device_of(self.model)
         if device != self.device:
             raise DeviceError(
@@ -201,7 +197,6 @@ class Decoder:
         self._same_frequencies = same_frequencies_up_to(self.model)
 
     def _inputs(self, ids_BT: torch.Tensor) -> dict[str, Any]:
-        """Inputs of a step: each sequence has a position of its own, and sees the tokens before it."""
         inputs = {"input_ids": ids_BT, self._cache_name: self.cache, "use_cache": True}
         if self._positions:
             batch, tokens = ids_BT.shape
@@ -216,7 +211,7 @@ class Decoder:
         return logits_BV if self.logits else logits_BV.argmax(-1, keepdim=True)
 
     def _forward(self, ids_BT: torch.Tensor, of_each: bool) -> torch.Tensor:
-        """A step; ``of_each``: its tokens are steps of one sequence, each as if alone, and all their logits wanted."""
+        """Next tokens or logits; ``of_each``: logits ``[T, V]`` of all tokens, each computed as if it came alone."""
         with packed_attention(self.model), single_steps() if of_each else nullcontext():
             if of_each:
                 logits_TV: torch.Tensor = self.model(**self._inputs(ids_BT)).logits[0]
@@ -231,10 +226,10 @@ class Decoder:
         """Forget all sequences, read prompts (int64 ``[B, T]``) and return the next tokens ``[B, 1]``.
 
         Args:
-            known: this many first tokens are those of the only sequence that there is, and are not read again: the next
-                question of a conversation. This is as lossless as chunks of a prompt are (tokens that steps have fed
-                keep the bits of steps). The last 12 tokens are read in any case: fewer would take another path through
-                layers with int8 activations.
+            known: number of first tokens that the only sequence already has and that are not read again, for the next
+                question of a conversation. This is as lossless as chunks of a prompt are (tokens fed by steps keep the
+                bits of steps). The last 12 tokens are always read: fewer would take another path through layers with
+                int8 activations.
         """
         _check_ids(ids_BT, "prompt")
         check_vocabulary(self.model, ids_BT, "prompt")
@@ -285,17 +280,15 @@ class Decoder:
         return result
 
     def add(self, ids_1T: torch.Tensor, known: Sequence[list[torch.Tensor]] = ()) -> Iterator[int]:
-        """Read the prompt of one more sequence, int64 ``[1, T]``, of any length, in chunks: steps may come between.
+        """Read the prompt of one more sequence, int64 ``[1, T]``, in chunks; steps may run in between.
 
         Yields the number of tokens left after each chunk. Afterwards the sequence is the last row, ``batch`` - 1, with
-        all its tokens but the last, which the next step has to feed: so no other sequence waits for it. The result does
-        not depend on the other sequences. If it fails or is closed, the others continue.
-
-        While there are others, chunks are short where this is lossless (``chunk_tokens``).
+        all tokens but the last, which the next step has to feed. The result does not depend on the other sequences,
+        which continue if this fails or is closed. While there are others, chunks are short if that is lossless.
 
         Args:
-            known: keys and values that :meth:`copy_kv` returned for the first tokens of this prompt, part by part. They
-                are not read again, except up to 12 before the last if unknown ones follow (:meth:`prompt`).
+            known: keys and values of the first tokens, from :meth:`copy_kv`, part by part. These tokens are not read
+                again, except up to 12 before the last if unknown ones follow (:meth:`prompt`).
 
         Raises:
             UnsupportedModelError: the model cannot have sequences of different lengths.
@@ -330,7 +323,7 @@ class Decoder:
         return self._add_by_chunks(ids_1T, known)
 
     def _add_by_chunks(self, ids_1T: torch.Tensor, known: Sequence[list[torch.Tensor]]) -> Iterator[int]:
-        """Each chunk is a call of its own, which can be broadcast."""
+        """Each chunk is a separate call, which can be broadcast."""
         self.begin_add(ids_1T, known)
         try:
             while (left := self.next_chunk()) is not None:
@@ -340,7 +333,7 @@ class Decoder:
 
     @broadcast_call
     def begin_add(self, ids_1T: torch.Tensor, known: Sequence[list[torch.Tensor]]) -> None:
-        """Part of :meth:`add`, which has checked the arguments, as are the next two methods."""
+        """Part of :meth:`add`, which has checked the arguments."""
         self._check_not_adding("add")  # another may have begun since
         if (group := group_of(self.model)) is not None:
             check_coordinated(group)
@@ -350,13 +343,12 @@ class Decoder:
     @broadcast_call
     @torch.inference_mode()
     def next_chunk(self) -> int | None:
-        """Read a chunk; returns how many tokens are left, or None: the sequence has been added."""
+        """Read a chunk; returns how many tokens are left, None once the sequence has been added."""
         return None if self._chunks is None else next(self._chunks, None)
 
     @broadcast_call
     @torch.inference_mode()
     def end_add(self) -> None:
-        """Whether or not there are chunks left."""
         chunks, self._chunks = self._chunks, None
         if chunks is not None:
             chunks.close()
@@ -394,13 +386,13 @@ class Decoder:
             self._release_memory()
 
     def _reusable(self, known: int, tokens: int) -> int:
-        """How many of ``known`` tokens are not read again: those whose bits a whole read would give."""
+        """How many of ``known`` tokens have the bits that reading the whole prompt would give."""
         if tokens > self._same_frequencies:  # which then depend on the length of a call
             return 0
         return max(0, min(known, tokens - constants().gemm_tokens))
 
     def _chunk_of(self, rows: int) -> int:
-        """Most tokens of each of ``rows`` sequences in a chunk; 0: no limit."""
+        """Maximum tokens of each of ``rows`` sequences in a chunk; 0: no limit."""
         return max(self._least_tokens, self._chunk_limit // rows) if self._chunk_limit else self.chunk_tokens
 
     def _read_chunk(
@@ -431,7 +423,7 @@ class Decoder:
     @broadcast_call
     @torch.inference_mode()
     def step(self, next_B1: torch.Tensor) -> torch.Tensor:
-        """Feed one token per sequence, int64 ``[B, 1]``; returns the next ones. A step that fails can be repeated."""
+        """Feed one token per sequence, int64 ``[B, 1]``; returns the next ones. A failed step can be repeated."""
         self._check_read("decoding step")
         _check_ids(next_B1, "decoding step")
         if self.length >= self.max_tokens or next_B1.shape != (self.batch, 1):
@@ -448,14 +440,14 @@ class Decoder:
     def verify(self, ids_1T: torch.Tensor) -> torch.Tensor:
         """Feed up to 8 tokens of the only sequence at once, int64 ``[1, T]``; returns logits ``[T, V]``.
 
-        Row t is what comes after the first t + 1 tokens. The weights are read once for all of them, and those of a
-        sparse layer once if any token wants them. Tokens that turn out to be wrong are undone with :meth:`rollback`.
+        Row t predicts the token after the first t + 1. The weights are read once for all tokens. :meth:`rollback`
+        undoes tokens that turn out to be wrong.
 
         Row t has the bits of :meth:`step` (with ``logits``, both compiled or both not) if linear layers, head and
-        feed-forward layers are ours (``weights="int4"`` or ``"int8"``) and so is attention, as it is for ``sdpa`` of
-        transformers without soft caps and the like (:mod:`torch_pi2.decode.attention`). PyTorch's float products of
-        several tokens have other last bits than those of one, as has other attention. Compiled, each number of tokens
-        is a graph of its own; that Inductor rounds alike in both is tested, not promised by it.
+        feed-forward layers are ours (``weights="int4"`` or ``"int8"``) and so is attention, which it is in place of
+        transformers' ``sdpa`` without soft caps and the like (:mod:`torch_pi2.decode.attention`). PyTorch's float
+        products and attention of several tokens have other last bits than those of one. Each number of tokens compiles
+        to a separate graph; that Inductor rounds alike in all of them is tested, but it does not promise so.
         """
         self._check_read("verify")
         _check_ids(ids_1T, "verify")
@@ -476,7 +468,7 @@ class Decoder:
             self.rollback(tokens)
 
     def _feed(self, ids_BT: torch.Tensor, of_each: bool = False) -> torch.Tensor:
-        """What :meth:`_forward` returns for the next tokens. If it fails, it is as if they had not been fed."""
+        """:meth:`_forward` of the next tokens, recorded or compiled. A failure leaves the sequences as they were."""
         group = group_of(self.model)
         on_gpu = self.device.type != "cpu" and ids_BT.device.type == "cpu"
         if on_gpu or group is not None:  # a wrong token would break CUDA, or end the group
@@ -539,12 +531,12 @@ class Decoder:
     @broadcast_call
     @torch.inference_mode()
     def retain(self, rows: Sequence[int]) -> list[int]:
-        """Continue only the sequences in these rows; the last of them move into the rows of those that end.
+        """Continue only the sequences in ``rows``; the last of them move into the rows that become free.
 
-        No rows: all have ended. Over a store, memory of keys and values that is not needed goes back to the system.
+        Over a store, unused memory of keys and values goes back to the system.
 
         Returns:
-            For each row from now on, the one in which its sequence was.
+            For each new row, the row in which its sequence was.
         """
         self._check_read("retain")
         kept = sorted(set(rows))
@@ -570,12 +562,12 @@ class Decoder:
     @broadcast_call
     @torch.inference_mode()
     def clear_cache(self) -> None:
-        """Forget all sequences. The memory of keys and values goes back to the system (a GPU keeps it)."""
+        """Forget all sequences, and return the memory of keys and values to the system (a GPU keeps it)."""
         self._set_lengths([])
         self._kv.give_back(0)
 
     def detach(self) -> None:
-        """:meth:`clear_cache`, and let go of the model: for a pool that the model owns. :meth:`attach` comes next."""
+        """:meth:`clear_cache`, and drop the reference to the model, which owns a pool of these; see :meth:`attach`."""
         self.clear_cache()
         self._detached = weakref.ref(self.model)
         del self.model
@@ -588,7 +580,6 @@ class Decoder:
         return True
 
     def is_hooked(self) -> bool:
-        """Whether hooks see what modules do."""
         hooks = (h for m in self.model.modules() for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values()))
         # transformers leaves hooks on modules once it was asked for the outputs of layers: they do nothing now
         idle = "transformers.utils.output_capturing"
@@ -597,7 +588,7 @@ class Decoder:
         )
 
     def agreed(self, numbers: list[int]) -> list[int]:
-        """``numbers`` of the first of the processes that compute the model together; all pass equally many."""
+        """``numbers`` of the first process that computes the model; all processes pass the same count."""
         group = group_of(self.model)
         if group is None or group.coordinated:
             return numbers
@@ -606,7 +597,7 @@ class Decoder:
         return first
 
     def _check_same(self, what: str, ids_BT: torch.Tensor) -> None:
-        """Raises ConfigError unless all processes that compute the model together read the same tokens alike."""
+        """Raises ConfigError unless all processes that compute the model read the same tokens with the same settings."""
         group = group_of(self.model)
         if group is None:
             return
@@ -637,7 +628,6 @@ class Decoder:
     # --- bookkeeping ---
 
     def _lengthen(self, tokens: int) -> None:
-        """Each sequence has this many tokens more."""
         lengths = [length + tokens for length in self.lengths]
         self._kv.add(tokens, lengths)
         self._set_lengths(lengths)
@@ -648,7 +638,6 @@ class Decoder:
             store.check_context(self, sum(lengths))
 
     def _use(self, batch: int) -> None:
-        """From now on there are this many sequences."""
         fewer, self.batch = batch < self.batch, batch
         if self.cache is not None:  # there are keys and values
             self.cache = self._kv.stepping(batch)
@@ -656,7 +645,7 @@ class Decoder:
                 self._release_memory()
 
     def _release_memory(self) -> None:
-        """Over a store: the memory of rows without a sequence goes back to the system."""
+        """Over a store: return the memory of unused rows to the system."""
         if store_of(self.model) is not None:
             self._kv.give_back(self.batch if self._adding is None else self._adding + 1)
 
@@ -671,13 +660,13 @@ class Decoder:
     # --- recording and compiling ---
 
     def _forget_changed(self) -> None:
-        """After a prompt: drop recorded and compiled steps if the model has changed since."""
+        """Drop recorded and compiled steps if the model has changed since the last prompt."""
         before, self._state = self._state, State(self.model)
         if self._state != before:
             self._compiled_steps, self._runners = {}, {}
 
     def may_record(self) -> bool:
-        """Whether calls of a step are all there is to it: no hooks see it, and it has no copies and threads."""
+        """Whether replayed calls do all that a step does: no hooks see it, and no layer is divided with a GPU."""
         return not (self._divided or self.is_hooked())
 
     def _runner(self, ids_BT: torch.Tensor, of_each: bool) -> GraphRunner:
@@ -693,7 +682,7 @@ class Decoder:
         return self._runners[key]
 
     def _compile_and_run(self, ids_BT: torch.Tensor, of_each: bool) -> torch.Tensor:
-        """Compile and run the first step of a kind. One that hooks see, or that cannot be recorded, stays eager."""
+        """Compile and run the first step of its kind; it stays eager if hooks see it or it cannot be recorded."""
         import torch._inductor.config as inductor
 
         if self.is_hooked():

@@ -1,7 +1,7 @@
 """Thresholds for layers without exact zeros, below which neurons are skipped, and the scores they are compared with.
 
 With ``sparsity`` every layer skips the same share (CATS, arXiv 2404.08763). With ``max_loss`` a budget of loss is
-divided among the layers (:class:`Allocation`).
+divided among the layers (:class:`Scored`).
 
 A neuron adds ``act(gate) * up * down row``, of which only the gate is known before the other rows are read. CATS
 compares ``|act(gate)|``, so a neuron whose down row is ten times as long counts no more. That length is known
@@ -173,76 +173,6 @@ def _score_names(config: Config, sites: Sequence[FFNSite]) -> tuple[str, ...]:
     return ("output",) if config.method in PREDICTED else ("output", "up")
 
 
-class Allocation:
-    """Share of neurons to skip, and which score to use, by layer. All experts of a module share both.
-
-    A layer skips more neurons if that changes the model's predictions less. The allocation follows TEAL (arXiv
-    2408.14690) with other costs. The squared error that a threshold causes in a layer's output is measured on the layer
-    alone. How much that error moves the distribution of next tokens differs between layers and grows in proportion to
-    it (a divergence is quadratic in small changes), so one run of the model per layer finds the factor. Divergences of
-    layers add up, so the best shares are those where one more neuron costs the same in all layers. Losses are too noisy
-    to serve as costs. Squared contributions of single neurons would not do in place of the error of the output, as
-    these have directions in common.
-
-    If there are several scores, each layer uses the one that costs least at its share: up tells small contributions
-    apart better, the activated gate large ones.
-
-    Args:
-        data: about 2,000 tokens of it are used.
-    """
-
-    def __init__(
-        self, model: nn.Module, data: list[Batch], scores: Sequence[_Score], *, progress: bool = False
-    ) -> None:
-        self._groups: dict[str, list[FFNSite]] = {}
-        for site in scores[0].sites:
-            self._groups.setdefault(site.experts or site.key, []).append(site)
-        some = evenly(data, _ALLOCATION_TOKENS)
-        by_score = [self._measure(model, some, score, progress) for score in scores]
-        # [scores, shares] in nats
-        self._costs = {name: np.stack([costs[name] for costs in by_score]) for name in self._groups}
-
-    def _measure(self, model: nn.Module, data: list[Batch], score: _Score, progress: bool) -> dict[str, np.ndarray]:
-        """Costs of each layer at all shares."""
-        errors = _errors(model, data, score.sites, [score.output_cuts(share) for share in _SHARES], progress)
-        at = score.output_cuts(_MODEL_SHARE)
-        contexts = [masked(model, score.sites, {y.key: at[y.key] for y in own}) for own in self._groups.values()]
-        costs = {}
-        for (name, own), divergence in zip(
-            self._groups.items(), divergences(model, data, contexts, progress=progress), strict=True
-        ):
-            error = torch.stack([errors[site.key] for site in own]).sum(0)
-            whole = float(error[_SHARES.index(_MODEL_SHARE)])
-            costs[name] = (error * (divergence / whole if whole else 0.0)).numpy()
-        return costs
-
-    def score(self, site: FFNSite, share: float) -> int:
-        """Index of the score that costs least if ``site`` skips ``share``."""
-        costs = self._costs[site.experts or site.key]
-        return int(np.argmin([np.interp(share, _SHARES, of_score) for of_score in costs]))
-
-    def shares(self, mean: float) -> dict[str, float]:
-        """Site key -> share to skip; the mean over all neurons is ``mean``, at most 0.95."""
-        weights = {name: sum(site.intermediate for site in own) for name, own in self._groups.items()}
-        remaining = mean * sum(weights.values())
-        shares = dict.fromkeys(weights, 0.0)
-        steps = [(slope / weights[name], name, width) for name in weights for slope, width in self._slopes(name)]
-        for _, name, width in sorted(steps):
-            taken = min(width, remaining / weights[name])
-            shares[name] += taken
-            remaining -= taken * weights[name]
-        return {site.key: shares[name] for name, own in self._groups.items() for site in own}
-
-    def _slopes(self, name: str) -> list[tuple[float, float]]:
-        """Segments of the lower convex hull of a layer's costs: ``(slope, width)``, slopes ascending."""
-        hull: list[tuple[float, float]] = []
-        for x, y in zip(_SHARES, self._costs[name].min(0).tolist(), strict=True):
-            while len(hull) > 1 and (y - hull[-1][1]) * (x - hull[-2][0]) <= (y - hull[-2][1]) * (x - hull[-1][0]):
-                hull.pop()
-            hull.append((x, y))
-        return [((b - a) / (right - left), right - left) for (left, a), (right, b) in pairwise(hull)]
-
-
 def _errors(
     model: nn.Module,
     data: list[Batch],
@@ -270,7 +200,16 @@ def _errors(
 class Scored:
     """Scores of a model's layers on ``data``, and thresholds on them. Arguments as for :func:`choose_thresholds`.
 
-    With ``auto`` there are several kinds, which :meth:`allocate` compares.
+    :meth:`allocate` decides what share of its neurons each layer skips: more where that changes the model's predictions
+    less. It follows TEAL (arXiv 2408.14690) with other costs. The squared error that a threshold causes in a layer's
+    output is measured on the layer alone. How much this error moves the distribution of next tokens differs between
+    layers and is proportional to it (a divergence is quadratic in small changes), so one run of the model per layer
+    finds the factor. Divergences of layers add up: the best shares are those at which one more neuron costs the same in
+    all layers. Losses are too noisy to serve as costs, and squared contributions of single neurons would ignore that
+    these have directions in common.
+
+    With several scores (``auto``), each layer uses the one that costs least at its share: up tells small contributions
+    apart better, the activated gate large ones. All experts of a module share one share and one score.
     """
 
     def __init__(
@@ -283,21 +222,64 @@ class Scored:
         progress: bool = False,
     ) -> None:
         self.model = model
-        self._allocation: Allocation | None = None
-        self._each = [_Score(model, data, sites, name, config, progress) for name in _score_names(config, sites)]
+        self._scores = [_Score(model, data, sites, name, config, progress) for name in _score_names(config, sites)]
+        self._groups: dict[str, list[FFNSite]] = {}
+        for site in self._scores[0].sites:
+            self._groups.setdefault(site.experts or site.key, []).append(site)
+        self._costs: dict[str, np.ndarray] = {}  # [scores, shares] in nats, after allocate
 
-    def allocate(self, data: list[Batch], *, progress: bool = False) -> Allocation:
-        """How much each layer should skip, by what skipping does on ``data``."""
-        self._allocation = allocation = Allocation(self.model, data, self._each, progress=progress)
-        return allocation
+    def allocate(self, data: list[Batch], *, progress: bool = False) -> None:
+        """Measure on about 2,000 tokens of ``data`` what each score costs each layer at each share."""
+        some = evenly(data, _ALLOCATION_TOKENS)
+        by_score = [self._measure(some, score, progress) for score in self._scores]
+        self._costs = {name: np.stack([costs[name] for costs in by_score]) for name in self._groups}
+
+    def _measure(self, data: list[Batch], score: _Score, progress: bool) -> dict[str, np.ndarray]:
+        """Costs of each layer at all shares."""
+        errors = _errors(self.model, data, score.sites, [score.output_cuts(share) for share in _SHARES], progress)
+        at = score.output_cuts(_MODEL_SHARE)
+        contexts = [masked(self.model, score.sites, {y.key: at[y.key] for y in own}) for own in self._groups.values()]
+        found = divergences(self.model, data, contexts, progress=progress)
+        costs = {}
+        for (name, own), divergence in zip(self._groups.items(), found, strict=True):
+            error = torch.stack([errors[site.key] for site in own]).sum(0)
+            whole = float(error[_SHARES.index(_MODEL_SHARE)])
+            costs[name] = (error * (divergence / whole if whole else 0.0)).numpy()
+        return costs
+
+    def _cheapest(self, site: FFNSite, share: float) -> _Score:
+        """The score that costs least if ``site`` skips ``share``; the first before :meth:`allocate`."""
+        costs = self._costs.get(site.experts or site.key, np.zeros((1, len(_SHARES))))
+        return self._scores[int(np.argmin([np.interp(share, _SHARES, of_score) for of_score in costs]))]
+
+    def shares(self, mean: float) -> dict[str, float]:
+        """Site key -> share to skip, after :meth:`allocate`; the mean over all neurons is ``mean``, at most 0.95."""
+        weights = {name: sum(site.intermediate for site in own) for name, own in self._groups.items()}
+        remaining = mean * sum(weights.values())
+        shares = dict.fromkeys(weights, 0.0)
+        steps = [(slope / weights[name], name, width) for name in weights for slope, width in self._slopes(name)]
+        for _, name, width in sorted(steps):
+            taken = min(width, remaining / weights[name])
+            shares[name] += taken
+            remaining -= taken * weights[name]
+        return {site.key: shares[name] for name, own in self._groups.items() for site in own}
+
+    def _slopes(self, name: str) -> list[tuple[float, float]]:
+        """Segments of the lower convex hull of a layer's costs: ``(slope, width)``, slopes ascending."""
+        hull: list[tuple[float, float]] = []
+        for x, y in zip(_SHARES, self._costs[name].min(0).tolist(), strict=True):
+            while len(hull) > 1 and (y - hull[-1][1]) * (x - hull[-2][0]) <= (y - hull[-2][1]) * (x - hull[-1][0]):
+                hull.pop()
+            hull.append((x, y))
+        return [((b - a) / (right - left), right - left) for (left, a), (right, b) in pairwise(hull)]
 
     def thresholds(self, shares: float | Mapping[str, float]) -> Thresholds:
         """Thresholds with which layers skip ``shares`` of their neurons: one share for all, or by site key."""
         sites: list[FFNSite] = []
         chosen = Thresholds(sites)
-        for at, site in enumerate(self._each[0].sites):
+        for at, site in enumerate(self._scores[0].sites):
             share = shares[site.key] if isinstance(shares, Mapping) else shares
-            each = self._each[self._allocation.score(site, share) if self._allocation else 0]
+            each = self._cheapest(site, share)
             sites.append(each.sites[at])
             chosen.cuts[site.key] = each.cut(site.key, share)
             if site.key in each.scales:
@@ -330,12 +312,12 @@ def choose_thresholds(
         return replace(scored.thresholds(config.sparsity), made_by={"score": config.score})
     sets = split(data, config.batch_size)
     scored = Scored(model, [*sets["fit"], *sets["calibrate"]], sites, config, progress=progress)
-    allocation = scored.allocate(sets["calibrate"], progress=progress)
+    scored.allocate(sets["calibrate"], progress=progress)
     held_out = at_most(sets["evaluate"], _EVAL_TOKENS)
-    curve, share = _largest_share(scored, allocation, held_out, config, config.max_loss, progress)
+    curve, share = _largest_share(scored, held_out, config, config.max_loss, progress)
     if not share:
         _log.warning("no neuron can be skipped within max_loss=%g: thresholds are 0", config.max_loss)
-    return replace(scored.thresholds(allocation.shares(share)), made_by=to_json(curve))
+    return replace(scored.thresholds(scored.shares(share)), made_by=to_json(curve))
 
 
 def _check_next_token_logits(model: nn.Module, batch: Batch, config: Config) -> None:
@@ -354,7 +336,6 @@ def _check_next_token_logits(model: nn.Module, batch: Batch, config: Config) -> 
 
 def _largest_share(
     scored: Scored,
-    allocation: Allocation,
     held_out: list[Batch],
     config: Config,
     max_loss: float,
@@ -365,7 +346,7 @@ def _largest_share(
     dense, _ = mean_loss(model, held_out, causal_lm_loss, None)
 
     def fits(share: float) -> bool:
-        skips = scored.thresholds(allocation.shares(share)).masked(model)
+        skips = scored.thresholds(scored.shares(share)).masked(model)
         loss, skipped = mean_loss(model, held_out, causal_lm_loss, skips)
         points[share] = skipped, loss / dense - 1
         shown.update()
