@@ -1,8 +1,8 @@
 """Attention of prompts and steps with our operator, which reads only the used part of a static cache; masks.
 
-Compiled, transformers repeats keys and values for each group of query heads (``repeat_kv``): for a 7B model with 8 key
-heads for 32 query heads it copies the whole cache four times per token. torch's SDPA reads all of the cache, whatever
-the mask, and its sums depend on the number of tokens.
+Compiled, transformers copies keys and values for each query head of a group (``repeat_kv``): with 8 key heads for 32
+query heads, the whole cache four times per token. torch's SDPA reads all of the cache, whatever the mask, and its sums
+depend on the number of tokens.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch_pi2.ops.attention import attention as reference
 
 #: Its name in ``config._attn_implementation`` of transformers.
 NAME = "pi2_sdpa"
-#: Arguments that transformers may pass and the operator does not have.
+#: Arguments of transformers that the operator does not support.
 _NOT_OURS = ("position_bias", "softcap", "cache")
 
 _lock = threading.Lock()
-#: id of a changed configuration -> how many have entered :func:`packed_attention`, and its own implementation.
+#: id of a changed configuration -> number of users inside :func:`packed_attention`, and its original implementation.
 _users: dict[int, tuple[int, str]] = {}
 
 
@@ -42,10 +42,10 @@ def packed_sdpa(
 
     It calls ``torch.ops.pi2.attention``, with a boolean mask for all heads or none. Everything else (dropout, caps,
     biases, paged caches, masks that are added or differ by head, values of another width than keys, gradients, GPUs)
-    goes to transformers' own ``sdpa``; with sinks, which that does not have, to the operator's reference.
+    goes to transformers' ``sdpa``, or to the operator's reference with sinks, which ``sdpa`` lacks.
 
     Raises:
-        ConfigError: sinks (``s_aux``), and something that the reference does not have.
+        ConfigError: sinks (``s_aux``) with an argument that the reference does not support.
     """
     mask = attention_mask
     plain = not kwargs.get("dropout") and all(kwargs.get(name) is None for name in _NOT_OURS)
@@ -79,14 +79,14 @@ def _for_all_heads(mask: torch.Tensor | None) -> bool:
 
 
 def uses_sdpa(config: Any) -> bool:
-    """Whether a model of this configuration uses ``sdpa``, or would if no step were running in another thread."""
+    """Whether a model of this configuration uses ``sdpa``, which ours may replace while another thread runs a step."""
     return getattr(config, "_attn_implementation", None) in ("sdpa", NAME)
 
 
 def has_sinks(model: torch.nn.Module) -> bool:
-    """Whether attention of a Hugging Face ``model`` has sinks (gpt-oss): scores that count only in the softmax's sum.
+    """Whether attention of ``model`` has sinks (gpt-oss), scores that count only in the softmax's sum.
 
-    transformers computes these by ``eager``, as its ``sdpa`` has no sinks.
+    transformers computes these with ``eager``, as its ``sdpa`` has no sinks.
     """
     return any("sinks" in module._parameters for module in model.modules())
 
@@ -100,8 +100,8 @@ def adds_masks(config: Any) -> bool:
 def packed_attention(model: torch.nn.Module) -> Iterator[None]:
     """While this is entered, a Hugging Face ``model`` that uses ``sdpa``, or has sinks, uses :func:`packed_sdpa`.
 
-    Parts with configurations of their own that use something else continue to, and so do classes that do not look
-    attention up by its name (Falcon's).
+    Parts whose own configurations name another attention keep it, as do classes that do not look attention up by name
+    (Falcon's).
     """
     from transformers import AttentionInterface, PreTrainedModel
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -132,7 +132,6 @@ def packed_attention(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _configs(config: Any) -> Iterator[Any]:
-    """``config`` and the configurations of parts of the model."""
     yield config
     for name in config.sub_configs:
         part = getattr(config, name, None)
@@ -143,12 +142,12 @@ def _configs(config: Any) -> Iterator[Any]:
 def masks_of(
     config: Any, positions_BT: torch.Tensor, max_tokens: int, dtype: torch.dtype = torch.bool
 ) -> torch.Tensor | dict[str, torch.Tensor]:
-    """Masks of tokens at ``positions_BT`` over a cache of ``max_tokens``: ``[B, 1, T, max_tokens]``, True for positions
-    that a token sees; in a float dtype the numbers that are added to scores.
+    """Masks ``[B, 1, T, max_tokens]`` of tokens at ``positions_BT``: True for positions that a token sees; in a float
+    dtype, the numbers to add to scores.
 
-    A model whose configuration has ``layer_types`` takes one mask for each: all positions before a token, a window of
-    ``sliding_window`` positions that ends with it, or its chunk of ``attention_chunk_size`` (Llama 4). Without them
-    ``sliding_window`` is of all layers (Mistral, Phi-3). If no window is ever full there is one mask.
+    A model whose configuration has ``layer_types`` takes one mask for each type: all earlier positions, the last
+    ``sliding_window`` ones, or the token's chunk of ``attention_chunk_size`` (Llama 4). Without types,
+    ``sliding_window`` holds for all layers (Mistral, Phi-3). If no window is ever full there is one mask.
     """
     text = config.get_text_config(decoder=True)
     slots, last_B1T1 = torch.arange(max_tokens, device=positions_BT.device), positions_BT[:, None, :, None]

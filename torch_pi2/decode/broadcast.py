@@ -1,4 +1,4 @@
-"""Calls of a ``Decoder`` that a coordinator broadcasts: every process of its group makes them (docs/DISTRIBUTED.md)."""
+"""Calls of a ``Decoder`` that a coordinator broadcasts to all processes of its group (docs/DISTRIBUTED.md)."""
 
 from __future__ import annotations
 
@@ -22,30 +22,28 @@ BROADCAST_CALLS: set[str] = set()
 
 
 def group_of(model: nn.Module) -> Group | None:
-    """The processes that compute ``model`` together; None: this process computes it alone."""
+    """The processes that compute ``model`` together; None: only this one."""
     handle = ModelState.of(model)
     return None if handle is None else handle.group
 
 
 def coordinator_of(model: nn.Module) -> Coordinator | None:
-    """The coordinator of the group of ``model``, if it is in this process."""
+    """The coordinator of the group of ``model`` if this process leads it."""
     group = group_of(model)
     coordinator: Coordinator | None = None if group is None else group.coordinator
     return coordinator
 
 
 def broadcast_call(method: Method) -> Method:
-    """Mark a method that changes or computes something: where a coordinator runs, all processes have to call it.
-
-    The method stays what it is. Only objects that :func:`announce` has seen broadcast it.
-    """
+    """Mark a method that all processes have to call. Objects passed to :func:`announce` broadcast its calls."""
     BROADCAST_CALLS.add(method.__name__)
     return method
 
 
 def announce(made: Any, **settings: Any) -> None:
-    """If this process has the coordinator: the others make such an object too, known by its ``number``, and follow its
-    marked calls.
+    """If this process leads its group: let the others make such an object too, and repeat its marked calls.
+
+    ``made.number`` becomes its id in all processes.
     """
     coordinator = coordinator_of(made.model)
     if coordinator is None:
@@ -57,14 +55,13 @@ def announce(made: Any, **settings: Any) -> None:
 
 
 def check_coordinated(group: Group) -> None:
-    """Raises ConfigError: a coordinator runs, and this is called outside of what it broadcasts."""
+    """Raises ConfigError: there is a coordinator, and this call is not broadcast by it."""
     if group.coordinator is not None and not group.coordinator.within:
         raise _unknown_to_others("Decoder")
 
 
 @functools.cache
 def _broadcasting(kind: type) -> type:
-    """``kind`` with all marked methods broadcast."""
     return type(kind.__name__, (kind,), {name: _broadcast(getattr(kind, name)) for name in BROADCAST_CALLS})
 
 

@@ -1,6 +1,6 @@
-"""Where ``budget=`` becomes bytes: what must stay in memory comes first, and the neuron cache gets the rest.
+"""Where ``budget=`` becomes bytes: the neuron cache gets what the parts that must stay in memory leave.
 
-:func:`divide_budget` divides the budget of a model that is loaded, and :func:`set_budget` changes it later.
+:func:`divide_budget` divides the budget when a model is loaded, and :func:`set_budget` changes it later.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _log = logging.getLogger("torch_pi2")
 
 #: Bookkeeping of a neuron: its order twice (int64) and in the plan (int32), pointer, key and checksum.
 _NEURON_BYTES = 2 * 8 + 4 + 8 + 4 + 4
-#: Python objects, stacks of the threads that read, and what the allocator keeps.
+#: Python objects, stacks of reading threads, and memory that the allocator keeps.
 _OBJECT_BYTES = 8 << 20
-#: Settings that take less of a budget if they are smaller.
+#: Settings to lower where a budget is too small.
 LESS = "context or OffloadConfig.in_flight"
-#: Memory for compiling a step, measured: for each layer, and fixed.
+#: Measured memory for compiling a step: per layer, and fixed.
 _COMPILED_LAYER_BYTES, _COMPILER_BYTES = 8 << 20, 32 << 20
 
 
@@ -45,11 +45,11 @@ _COMPILED_LAYER_BYTES, _COMPILER_BYTES = 8 << 20, 32 << 20
 def set_budget(model: nn.Module, budget: float | str) -> Budget:
     """Change the budget of a model over a store (:func:`torch_pi2.load` with a budget) while it is in use.
 
-    Only the neuron cache grows or shrinks. Memory of evicted neurons goes back to the system. A cache that grows is
-    filled with the most frequent neurons if the model was loaded so (``OffloadConfig.preload``). Results keep their
-    bits. Calls of other threads finish their layer first. A model that follows a plan (:func:`torch_pi2.follow`)
-    continues with it: its cache is never larger than planned. Copies of a model (``copy.deepcopy``) use the same store
-    and have the same budget.
+    Only the size of the neuron cache changes; results keep their bits. Memory of evicted neurons goes back to the
+    system. A cache that grows is filled with the most frequent neurons if the model was loaded with
+    ``OffloadConfig.preload``. Calls in other threads finish their layer first. The cache of a model that follows a plan
+    (:func:`torch_pi2.follow`) is never larger than planned. Copies of a model (``copy.deepcopy``) share its store and
+    budget.
 
     Args:
         budget: bytes, or text such as ``"2.5GiB"``; at most the budget with which the model was loaded, unless all
@@ -59,8 +59,8 @@ def set_budget(model: nn.Module, budget: float | str) -> Budget:
         How it is divided, as in :func:`torch_pi2.stats`.
 
     Raises:
-        ConfigError: the model has no store, or its engine is ``mmap``; the budget is too small for what must stay in
-            memory, or larger than at loading. The model is unchanged.
+        ConfigError: the model has no store, or its engine is ``mmap``; the budget is too small, or larger than at
+            loading. The model is unchanged.
         ArtifactError: the neurons that fill the cache cannot be read, or the store has been closed.
     """
     store, parts = store_and_budget(model)
@@ -90,7 +90,7 @@ class Stats(dict[str, Any]):
 
     @property
     def generated(self) -> bool:
-        """Whether anything was computed since the last reset; if not, rates are None."""
+        """Whether anything was computed since the last reset; otherwise rates are None."""
         return bool(self["wanted"])
 
     def __str__(self) -> str:
@@ -114,10 +114,9 @@ def stats(model: nn.Module, *, reset: bool = False) -> Stats:
     Returns:
         :meth:`Store.stats`, and:
         ``hit_rate``: share of the wanted neurons that were in the cache (None for the engine ``mmap``, which has none);
-        ``wait_share``: share of the time of compute threads in layers that was spent waiting for neurons;
+        ``wait_share``: share of compute threads' time in layers that was spent waiting for neurons;
         ``budget``: a :class:`~torch_pi2.types.offload.Budget`; ``store``: the :class:`Store`;
         ``simulated``: whether reads are as slow as a described device's (``late`` of them took longer).
-        As long as nothing was generated, ``generated`` is False and rates are None.
 
     Raises:
         ConfigError: the model has no store.
@@ -150,11 +149,11 @@ def divide_budget(
     Args:
         predictors: by the key of the site; each has ``tensors()``.
         model_config: of the Hugging Face model, for the size of keys and values.
-        context: tokens whose keys and values fit in the budget.
+        context: number of tokens whose keys and values the budget includes.
         dtype: of keys, values and float weights.
 
     Raises:
-        ConfigError: the budget is too small for what must stay in memory. The message has the smallest that is enough.
+        ConfigError: the budget is too small; the message has the smallest that is enough.
     """
     if context < 0:
         raise ConfigError("context", expected="0 or more tokens", found=str(context), fix="Correct it.")
@@ -201,7 +200,7 @@ def divide_budget(
 
 
 def _own_kv(store: StoreReader, model_config: Any, all_bytes: int) -> int:
-    """The part of ``all_bytes``, of the keys and values of all layers, that a shard has."""
+    """The shard's part of ``all_bytes``, the keys and values of all layers."""
     if store.shard is None:
         return all_bytes
     count: int = model_config.get_text_config().num_hidden_layers
@@ -209,7 +208,6 @@ def _own_kv(store: StoreReader, model_config: Any, all_bytes: int) -> int:
 
 
 def _warn_below_cliff(budget: Budget, folder: Path) -> None:
-    """Warn that a token's neurons do not fit, and from which budget they do."""
     cache, token, enough = mebibytes(budget.cache), mebibytes(budget.token), mebibytes(budget.cliff, up=True)
     _log.warning(
         "%s: the cache of %s holds less than the %s of neurons that a token wants on average; much of it comes from "
@@ -219,25 +217,18 @@ def _warn_below_cliff(budget: Budget, folder: Path) -> None:
 
 
 def place_bytes(entries: Sequence[LayerEntry], config: OffloadConfig) -> int:
-    """Size of a slot in the cache, the largest of all layers.
-
-    It is rounded as in the core: direct reads go straight to their place, in whole sectors.
-    """
+    """Size of a cache slot, the largest of all layers, rounded as in the core (direct reads fill whole sectors)."""
     unit = SECTOR if config.direct else 64
     return max(-(-entry.cluster * entry.neuron_bytes // unit) * unit for entry in entries)
 
 
 def engine_bytes(entries: Sequence[LayerEntry], config: OffloadConfig) -> tuple[int, int, int]:
-    """Bytes of a store's engine beside its cache.
-
-    Returns:
-        Staging, for neurons that a full cache cannot take; bookkeeping of all neurons; and of all slots, if the cache
-        holds them all.
+    """Bytes of a store's engine beside its cache: staging for neurons that a full cache cannot take, bookkeeping of all
+    neurons, and bookkeeping of slots if the cache holds all neurons.
     """
     core = constants()
 
     def slots(neurons: Callable[[LayerEntry], int]) -> int:
-        """Of the layer whose chunk of so many neurons has most."""
         return max(-(-min(entry.neurons, neurons(entry)) // entry.cluster) for entry in entries)
 
     chunk = slots(lambda entry: entry.chunk or chunk_neurons(entry.neurons))
@@ -269,23 +260,23 @@ def kv_bytes(model_config: Any, context: int, dtype: torch.dtype) -> int:
 
 
 def piece_tokens(context: int) -> int:
-    """Tokens of a prompt that are read at a time, for a model with ``context`` tokens."""
+    """Maximum tokens of a chunk of a prompt, for a model with ``context`` tokens."""
     return max(constants().pass_tokens, min(PIECE_TOKENS, context))
 
 
 def wanted_neurons(layer: LayerPlan) -> int:
-    """Neurons of a layer that a token reads on average: all of them if no predictor chooses."""
+    """Mean number of neurons that a token reads in a layer: all of them without a predictor."""
     if layer.method not in PREDICTED:
         return layer.site.intermediate
     return layer.n_hot + round(layer.n_cold * layer.expected_active)
 
 
 def activation_sizes(model_config: Any, dtype: torch.dtype) -> tuple[int, int]:
-    """Bytes that PyTorch's layers hold at once, without feed-forward layers: per token, and per pair of token and key.
+    """Peak bytes of PyTorch's layers (without feed-forward layers): per token, and per pair of token and key.
 
     Per token: three hidden states, and the largest of a norm in float32, attention's queries, keys, values and results,
-    and the experts' inputs and results in float32. Per pair: the mask, and scores if the model has a soft cap, for
-    which PyTorch has no fused attention.
+    and the experts' inputs and results in float32. Per pair: the mask, and with a soft cap, for which PyTorch has no
+    fused attention, the scores.
     """
     if hasattr(model_config, "get_text_config"):
         model_config = model_config.get_text_config()
@@ -319,10 +310,10 @@ def scratch_bytes(entry: LayerEntry, tokens: int) -> int:
 
 @contextmanager
 def room_for_compiling(model: nn.Module) -> Iterator[None]:
-    """While this is entered, the neuron cache of a model over a store is smaller by what compiling a step takes.
+    """Shrink the neuron cache of a model over a store by the memory that compiling a step takes, while this is entered.
 
-    A warning says what is missing if that is not enough. Afterwards the cache has its size again, and is filled as at
-    loading. Nothing happens to a model in memory, or a shard without a budget.
+    Logs a warning if that is not enough. Afterwards the cache has its old size and is filled as at loading. Does
+    nothing for a model in memory or without a budget.
     """
     in_use = store_of(model)
     if in_use is None or in_use.config.engine == "mmap" or not in_use.limited:

@@ -19,19 +19,19 @@ from torch_pi2.layers.prompt import dense_on_gpu_from, has_tiles, prompt_from
 from torch_pi2.ops.constants import constants
 from torch_pi2.ops.gpu.operators import products_from
 
-#: Tokens of a chunk, of all sequences together, where chunks are lossless: activations of more leave the CPU's caches.
+#: Tokens of a lossless chunk, all sequences together: activations of more do not fit in the CPU's caches.
 CHUNK_TOKENS = 256
-#: Least tokens of each sequence in a chunk: the head is computed for each chunk, too.
+#: Minimum tokens of each sequence in a chunk, as the head is computed once per chunk.
 LEAST_TOKENS = 64
-#: What our attention does not have, as configurations call it, with the value that means "none".
+#: Features that our attention lacks: name in configurations -> value that means "none".
 _OTHER_ATTENTION = {"attn_logit_softcapping": None, "qk_rope_head_dim": None, "alibi": False}
 
 
 def lossless_chunk_tokens(model: nn.Module) -> int:
     """``CHUNK_TOKENS`` if the bits of a prompt do not depend on its chunks, else 0: read it whole.
 
-    Only the head, which sees one token, may be a PyTorch product: with another number of rows these have other last
-    bits. The same goes for attention.
+    PyTorch's products and attention have other last bits for another number of rows, so only the head, which sees one
+    token, may be one of them.
     """
     ours = [m for m in model.modules() if isinstance(m, (QuantLinear, SparseFFN))]
     if device_of(model).type != "cpu":
@@ -76,7 +76,7 @@ def uses_our_attention(model: nn.Module) -> bool:
 
 
 def same_frequencies_up_to(model: nn.Module) -> int:
-    """Longest call whose rotary frequencies do not depend on its length, as longrope's do beyond it."""
+    """Maximum length of a call up to which rotary frequencies do not depend on it (longrope's do beyond)."""
     lengths = [sys.maxsize]
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
@@ -87,7 +87,7 @@ def same_frequencies_up_to(model: nn.Module) -> int:
 
 
 def _original_lengths(module: Any) -> Iterator[int]:
-    """All lengths that a rotary embedding says it was trained with; 0: it says none."""
+    """The trained lengths that a rotary embedding names; 0 if it names none."""
     parameters = getattr(module.config, "rope_parameters", None) or {}
     candidates = [getattr(module, "original_max_seq_len", None)]
     for part in (parameters, *(p for p in parameters.values() if isinstance(p, Mapping))):
@@ -97,7 +97,7 @@ def _original_lengths(module: Any) -> Iterator[int]:
 
 
 def takes_several_lengths(model: nn.Module, max_tokens: int) -> bool:
-    """Whether ``model`` takes positions and masks, so that each sequence is computed as if it were alone."""
+    """Whether ``model`` takes positions and masks, so that sequences of several lengths can be decoded together."""
     takes = inspect.signature(model.forward).parameters
     named = "position_ids" in takes or any(p.kind is p.VAR_KEYWORD for p in takes.values())
     config = getattr(model, "config", None)

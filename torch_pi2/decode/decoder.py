@@ -597,7 +597,7 @@ class Decoder:
         return first
 
     def _check_same(self, what: str, ids_BT: torch.Tensor) -> None:
-        """Raises ConfigError unless all processes that compute the model read the same tokens with the same settings."""
+        """Raises ConfigError unless all processes that compute the model have the same settings and tokens."""
         group = group_of(self.model)
         if group is None:
             return

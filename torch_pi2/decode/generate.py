@@ -1,8 +1,7 @@
 """``torch_pi2.generate``: one or several continuations of a prompt, decoded together.
 
-Best-of-N is why a phone decodes in batches (PowerInfer-2, arXiv 2406.06282, section 7.2.3). The prompt is read once,
-and each step reads the weights once for all sequences. As sequences end, the batch and its KV cache become smaller, and
-the plan adapts (:func:`torch_pi2.follow`).
+Best-of-N is why phones decode in batches (PowerInfer-2, arXiv 2406.06282, section 7.2.3). The prompt is read once, and
+each step reads the weights once for all sequences. As sequences end, the batch and its KV cache shrink.
 """
 
 from __future__ import annotations
@@ -51,14 +50,14 @@ _IGNORED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Generated:
-    """What :func:`generate` returns.
+    """The result of :func:`generate`.
 
     Attributes:
         sequences: new tokens of each sequence, with its end token.
         batches: number of sequences in each step. step_ms: milliseconds of each step.
-        prompt_ms: milliseconds of reading the prompt, by an assistant too.
-        drafts: statistics of speculative decoding; None: it was not used.
-        prompt, tokenizer: of :attr:`text`; the tokenizer is None if the prompt was given as ids.
+        prompt_ms: prefill time in milliseconds, an assistant's included.
+        drafts: statistics of speculative decoding, if it was used.
+        prompt, tokenizer: for :attr:`text`; the tokenizer is None if the prompt was given as ids.
     """
 
     sequences: list[list[int]]
@@ -71,7 +70,7 @@ class Generated:
 
     @property
     def text(self) -> str:
-        """The continuation in the first sequence. Raises ConfigError: the prompt was given as ids."""
+        """Text of the first sequence, without the prompt. Raises ConfigError: the prompt was given as ids."""
         return self.texts[0]
 
     @property
@@ -115,40 +114,36 @@ def generate(
 ) -> Generated:
     """Continue one prompt ``num_return_sequences`` times.
 
-    Without sampling all sequences are the same as that of ``model.generate``. With it, each draws from a generator of
-    its own: sequence i is what ``seed + i`` gives alone, except where the last bits of PyTorch's matrix products differ
-    with the batch size.
+    Greedy sequences equal that of ``model.generate``. With sampling, sequence i is the one that ``seed + i`` gives
+    alone, except where the last bits of PyTorch's matrix products differ with the batch size.
 
-    One greedy sequence can be decoded speculatively. ``prompt_lookup`` or ``assistant_model`` drafts the next tokens,
-    and one pass over the weights verifies several. The text is the model's own whatever was drafted: bit by bit that of
-    plain decoding if linear layers, feed-forward layers and head are ours (``weights="int4"`` or ``"int8"``; see
-    :meth:`torch_pi2.Decoder.verify`). PyTorch's float products of several tokens have other last bits than those of
-    one: then it is the greedy text of the same model, but at a near tie the other token may win. Drafting pauses while
-    it does not pay (:class:`~torch_pi2.decode.speculate.Pace`), so answers of 128 tokens or more take at most 1.03
-    times as long.
-
-    Over a store drafting seldom pays: each token wants neurons of its own, and wrong drafts read theirs in vain
-    (docs/SPECULATION.md). Measured times decide there, too.
+    One greedy sequence can be decoded speculatively: ``prompt_lookup`` or ``assistant_model`` drafts the next tokens,
+    and one pass over the weights verifies several. If linear layers, feed-forward layers and head are ours
+    (``weights="int4"`` or ``"int8"``; see :meth:`torch_pi2.Decoder.verify`), the text is bit by bit that of plain
+    decoding. PyTorch's float products of several tokens have other last bits than those of one, so at a near tie the
+    other token may win. Drafting pauses while it does not pay (:class:`~torch_pi2.decode.speculate.Pace`): answers of
+    128 tokens or more take at most 1.03 times as long. Over a store it seldom pays, as each token needs other neurons
+    (docs/SPECULATION.md).
 
     Args:
         model: see :class:`torch_pi2.Decoder`; dense or optimised.
         input_ids: int64 ``[1, T]``; or text, with which the result has ``text``.
         tokenizer: for text (default: that of the folder from which the model was loaded).
-        max_new_tokens: most new tokens of each sequence.
+        max_new_tokens: maximum number of new tokens of each sequence.
         do_sample: draw tokens from softmax(logits / ``temperature``), among the ``top_k`` most likely (0: all), and of
             these among the fewest whose probabilities add up to ``top_p``.
         eos_token_id: ends a sequence (default: the model's; an empty list: nothing does).
         compiled: run steps through ``torch.compile``, one graph for each number of sequences: worth it for long
-            answers, or with ``decoder``. Drafts take one graph more, with as many tokens as asked for.
+            answers, or with ``decoder``. Drafts take one more graph.
         streamer: called with (sequence, token) for each new token.
-        decoder: a Decoder of this model to be used, with ``logits`` and enough sequences and tokens. It keeps what it
-            has compiled.
-        prompt_lookup: draft up to this many tokens, 1 to 7, from what followed the last few tokens earlier in the text.
+        decoder: a Decoder of this model to use, with ``logits`` and room for the sequences and tokens; it keeps its
+            compiled steps.
+        prompt_lookup: draft up to this many tokens, 1 to 7, that followed the last few tokens earlier in the text.
         assistant_model: a smaller causal language model of the same vocabulary, which drafts ``draft_tokens``, 1 to 7
-            (default: 4). It has a KV cache of its own.
+            (default: 4). It has a separate KV cache.
 
     Raises:
-        ConfigError: a setting makes no sense, or text without a tokenizer. ShapeError: not one prompt.
+        ConfigError: a setting is invalid, or text without a tokenizer. ShapeError: not one prompt.
         UnsupportedModelError: see :class:`torch_pi2.Decoder`.
         ArtifactError: the store of the model cannot be read.
     """
@@ -188,7 +183,6 @@ def _continued(
     sampling: Sampling | None,
     limit: int,
 ) -> Generated:
-    """Decode ``sequences`` together, one token of each per step."""
     started = time.perf_counter()
     logits_BV = decoder.prompt(input_ids).cpu()
     prompt_ms = (time.perf_counter() - started) * 1e3
@@ -230,7 +224,6 @@ def _speculated(
     drafted: int,
     limit: int,
 ) -> Generated:
-    """Decode ``sequence`` with up to ``drafted`` tokens drafted at a time."""
     counts = [drafted] if decoder.compiled else range(1, drafted + 1)
     source: PromptLookup | Assistant = PromptLookup()
     if assistant_model is not None:
@@ -288,7 +281,7 @@ def _check(input_ids: torch.Tensor, sequences: int, max_new_tokens: int) -> None
 def _draft_tokens(
     prompt_lookup: int, assistant_model: nn.Module | None, draft_tokens: int | None, sequences: int, do_sample: bool
 ) -> int:
-    """Most tokens drafted at a time; 0: no speculative decoding. Raises ConfigError."""
+    """Maximum tokens drafted at a time; 0: no speculative decoding."""
     lookup, assisted = prompt_lookup != 0, assistant_model is not None
     if (lookup and assisted) or (draft_tokens is not None and not assisted):
         raise ConfigError(

@@ -1,8 +1,7 @@
-"""``model.generate`` of an optimised model: transformers' own loop, with the steps of a :class:`Decoder`; its pool.
+"""``model.generate`` of an optimised model: transformers' loop with the steps of a pooled :class:`Decoder`.
 
-Everything around a step stays transformers' own: settings, logits processors, stopping criteria, streamers, sampling.
-Calls that a Decoder cannot serve (padded prompts, beams, other caches, outputs of layers, hooks that want to see
-inputs) run as they would without us.
+Settings, logits processors, stopping criteria, streamers and sampling stay transformers' own. Calls that a Decoder
+cannot serve (padded prompts, beams, other caches, outputs of layers, hooks) run unchanged.
 """
 
 from __future__ import annotations
@@ -25,22 +24,22 @@ ATTRIBUTE = "_torch_pi2_answers"
 _MOST_TOKENS = 1 << 15
 #: Names of a cache, the second before transformers 5.24.
 _CACHES = ("cache", "past_key_values")
-#: Arguments of transformers' loop that a Decoder has in its own way, or does not need.
+#: Arguments of transformers' loop that a Decoder handles itself or does not need.
 _KNOWN = {*_CACHES, "position_ids", "attention_mask", "logits_to_keep", "use_cache", "streamer"}
 _KNOWN |= {"synced_gpus", "tokenizer", "logits_processor", "stopping_criteria"}
-#: Settings that a Decoder does not have.
+#: Settings that a Decoder does not support.
 _UNSUPPORTED = ("return_dict_in_generate", "prefill_chunk_size", "cache_implementation", "compile_config")
-#: Methods that models with inputs of their own override.
+#: Methods that models with special inputs override.
 _PLAIN = ("_sample", "_prefill", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 #: Size of a pooled Decoder in tokens: this, or the next power of two (on a GPU multiple).
 _LEAST_TOKENS = 256
 
 
 class DecoderPool:
-    """At most one Decoder of a model in memory. It does not keep the model alive, and on the CPU no keys and values.
+    """Keeps at most one Decoder of a model in memory; thread-safe. Over a store, where memory has a budget, none.
 
-    Over a store nothing is pooled: its memory is part of the budget. Threads may use the pool at the same time. A copy
-    of the model gets an empty pool.
+    The pool does not keep the model alive, nor, on the CPU, memory of keys and values. A copy of the model gets an
+    empty pool.
 
     Args:
         kind: the class of the model, whose ``generate`` uses our steps from then on (also where it is unpickled).
@@ -77,19 +76,17 @@ class DecoderPool:
 
 
 def _rounded(model: nn.Module, tokens: int) -> int:
-    """A size that fits later answers too: on the CPU a power of two, of which only used parts take memory."""
+    """A size that fits later answers too; on the CPU only the used part takes memory."""
     if device_of(model).type == "cpu":
         return max(_LEAST_TOKENS, 1 << (tokens - 1).bit_length())
     return -(-tokens // _LEAST_TOKENS) * _LEAST_TOKENS
 
 
 def _kind(model: nn.Module) -> object:
-    """Dtype and device of keys and values, which ``model.to`` changes."""
     return getattr(model, "dtype", None), device_of(model)
 
 
 def decoder_for(model: nn.Module, tokens: int, sequences: int, compiled: bool = False) -> Decoder:
-    """A Decoder with logits."""
     return Decoder(model, max_tokens=tokens, batch=sequences, compiled=compiled, logits=True)
 
 
@@ -118,7 +115,7 @@ def _install(kind: Any) -> None:
 
 
 def _sample(model: Any, input_ids: torch.Tensor, config: Any, kwargs: dict[str, Any]) -> Any:
-    """transformers' loop with our steps, if a Decoder can do what is asked; else with the model's own."""
+    """transformers' loop with our steps if a Decoder supports the call, else with the model's own."""
     loop, pool = type(model)._sample, pool_of(model)
     if (controller := controller_of(model)) is not None:
         controller.batch(len(input_ids))
@@ -181,7 +178,6 @@ def _is_plain(model: Any) -> bool:
 
 
 def _supports(input_ids: torch.Tensor, config: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a Decoder can do everything that is asked of steps."""
     tokens, position_ids, mask = input_ids.shape[-1], kwargs.get("position_ids"), kwargs.get("attention_mask")
     others = {name for name, value in kwargs.items() if value is not None} - _KNOWN
     plain = not others and not any(getattr(config, name, None) for name in _UNSUPPORTED)
@@ -193,12 +189,12 @@ def _supports(input_ids: torch.Tensor, config: Any, kwargs: dict[str, Any]) -> b
 
 
 def pool_of(model: nn.Module) -> DecoderPool | None:
-    """The pool of ``model``; None: each answer has a Decoder of its own."""
+    """The pool of ``model``; None: each answer makes its own Decoder."""
     return vars(model).get(ATTRIBUTE)
 
 
 def attach(model: nn.Module) -> None:
-    """Let ``model.generate`` use our steps, if it is a model of transformers that generates by its class."""
+    """Let ``model.generate`` use our steps, if transformers' ``generate`` is a method of its class."""
     detach(model)
     if hasattr(type(model), "_sample") and hasattr(type(model), "generate"):
         object.__setattr__(model, ATTRIBUTE, DecoderPool(type(model)))

@@ -1,4 +1,4 @@
-"""``KeyValues``: keys and values of sequences that are decoded together, each of a length of its own."""
+"""``KeyValues``: keys and values of sequences of different lengths that are decoded together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.ops import load
 
-#: Most new tokens of a step: a step that failed may have written this many beyond a row's length.
+#: Maximum new tokens of a step: a failed one may have written this many beyond a row's length.
 _MOST_STEPPED = 8
 
 
@@ -27,12 +27,11 @@ def cache_name(model: nn.Module) -> str:
 
 
 def cache_of(output: Any) -> Any:
-    """The cache in the output of a forward, under either name."""
     return output["cache"] if "cache" in output else output["past_key_values"]
 
 
 def register_layers() -> None:
-    """Make our layers ``CacheLayerMixin`` to transformers, which is imported only where a model of it is decoded."""
+    """Register our layers as transformers' ``CacheLayerMixin``; transformers is imported only to decode its models."""
     from transformers.cache_utils import CacheLayerMixin
 
     for kind in (PromptLayer, StepLayer):
@@ -48,11 +47,10 @@ class LayerMemory:
         self.values: torch.Tensor | None = None
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Keys and values, once they are allocated."""
         return () if self.keys is None or self.values is None else (self.keys, self.values)
 
     def allocate(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Zeros for rows like these, ``[., heads, ., width]``. On the CPU they take no memory until they are used."""
+        """Zeros of the heads and width of these. On the CPU they take no memory until they are written."""
         self.keys, self.values = (
             t.new_zeros((self.rows, t.shape[1], self.max_tokens, t.shape[3]), device=self.device)
             for t in (keys, values)
@@ -60,10 +58,7 @@ class LayerMemory:
         self.give_back(0)
 
     def give_back(self, rows: int) -> None:
-        """Return the memory of all but the first ``rows`` to the system. It reads as zeros until it is written again.
-
-        A GPU's allocator has no such call and keeps it.
-        """
+        """Return the memory of all but the first ``rows`` to the system (not on a GPU); it then reads as zeros."""
         if self.device.type == "cpu":
             load()
             for tensor in self.tensors():
@@ -71,7 +66,7 @@ class LayerMemory:
 
 
 class _Layer:
-    """What transformers requires of a layer of a static cache."""
+    """The interface of a static cache's layer in transformers."""
 
     is_compileable, is_croppable, is_sliding = True, False, False
     is_initialized = True
@@ -80,7 +75,6 @@ class _Layer:
         self.max_cache_len = memory.max_tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Number of positions that a mask covers, and the first of them."""
         return self.max_cache_len, 0
 
     def get_max_length(self) -> int:
@@ -88,7 +82,7 @@ class _Layer:
 
 
 class PromptLayer(_Layer):
-    """Rows of ``memory`` while their prompts, of equal lengths, are read chunk by chunk after ``known`` tokens."""
+    """Rows of ``memory`` while their prompts, of equal length, are read in chunks after ``known`` tokens."""
 
     def __init__(self, memory: LayerMemory, rows: slice, known: int = 0) -> None:
         super().__init__(memory)
@@ -97,7 +91,7 @@ class PromptLayer(_Layer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append ``[rows, heads, T, width]`` each; returns everything that the rows have."""
+        """Append ``[rows, heads, T, width]`` each; returns all keys and values of the rows."""
         if self._memory.keys is None:
             self._memory.allocate(key_states, value_states)
         before, self._tokens = self._tokens, self._tokens + key_states.shape[2]
@@ -126,7 +120,7 @@ class StepLayer(_Layer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append ``[B, heads, T, width]`` each, behind what each row has; returns all of the memory."""
+        """Append ``[B, heads, T, width]`` each at the end of each row; returns all of the memory."""
         rows, new = key_states.shape[0], key_states.shape[2]
         at_BT = self._lengths_B[:, None] + torch.arange(new, device=key_states.device)
         for all_rows, states in ((self.keys, key_states), (self.values, value_states)):
@@ -142,16 +136,10 @@ class StepLayer(_Layer):
 
 
 class KeyValues:
-    """Keys and values of up to ``rows`` sequences, each of a length of its own, and transformers' caches over them.
+    """Keys and values of up to ``rows`` sequences of ``max_tokens`` each, and transformers' caches over them.
 
-    All caches are views of the same memory, which the first prompt allocates. Rows are copied, never moved to other
-    memory, where compiled code would not find them.
-
-    Args:
-        model: see :func:`static_cache`.
-        max_tokens: of each sequence.
-        rows: sequences.
-        device: where all of it is.
+    All caches are views of the same memory, which the first prompt allocates. Rows are copied but never reallocated:
+    compiled code holds their addresses.
 
     Attributes:
         lengths: int64 ``[rows]``, tokens of each sequence.
@@ -166,9 +154,9 @@ class KeyValues:
         self._stepping: dict[int, Any] = {}
 
     def reading(self, first: int, rows: int, tokens: int, known: int = 0) -> Any:
-        """A cache for prompts of ``tokens`` of ``rows`` sequences from row ``first`` on; ``known`` of them are there.
+        """A cache for prompts of ``tokens`` tokens in ``rows`` rows from ``first`` on, which keep the ``known`` first.
 
-        Earlier contents are set to zero: attention that multiplies masked values by zero would turn NaN into NaN.
+        Earlier contents are set to zero: attention that multiplies masked values by zero would keep NaN.
         """
         taken = slice(first, first + rows)
         self.lengths[taken].zero_()
@@ -180,20 +168,18 @@ class KeyValues:
         return self._cache([PromptLayer(memory, taken, known) for memory in self._memory])
 
     def add(self, tokens: int, lengths: list[int]) -> None:
-        """Add this many tokens to the first rows, which then have ``lengths``. Layers do not: a failed step can be
-        repeated.
-        """
+        """Count ``tokens`` more in the first rows, which then have ``lengths``. Until then a step can be repeated."""
         rows = len(lengths)
         self.lengths[:rows].add_(tokens)
         self._written[:rows] = (max(most, n + _MOST_STEPPED) for most, n in zip(self._written, lengths))
 
     def check_used(self, model: nn.Module) -> None:
-        """After a prompt: raises UnsupportedModelError if ``model`` has not used the cache."""
+        """Raises UnsupportedModelError: ``model`` has not used the cache for a prompt."""
         if any(memory.keys is None for memory in self._memory):
             raise no_causal_model(model, "one that leaves it empty: what it knows of the prompt is elsewhere")
 
     def stepping(self, rows: int) -> Any:
-        """The cache for steps of the first ``rows`` sequences, whose prompts were read: the same object each time."""
+        """The cache for steps of the first ``rows`` sequences, the same object each time."""
         if rows not in self._stepping:
             lengths_B = self.lengths[:rows]
             self._stepping[rows] = self._cache([StepLayer(memory, lengths_B) for memory in self._memory])
@@ -210,7 +196,7 @@ class KeyValues:
         return [part.to("cpu", copy=True) for part in parts]
 
     def put(self, row: int, first: int, copied: list[torch.Tensor]) -> None:
-        """Write what :meth:`copied` returned into a row, from token ``first`` on."""
+        """Write the result of :meth:`copied` into a row, from token ``first`` on."""
         for memory, keys, values in zip(self._memory, copied[::2], copied[1::2], strict=True):
             if memory.keys is None:
                 memory.allocate(keys[None], values[None])
@@ -219,7 +205,6 @@ class KeyValues:
             tensor[row, :, first : first + part.shape[1]] = part
 
     def copy_row(self, source: int, target: int) -> None:
-        """Copy row ``source`` into row ``target``."""
         tokens = int(self.lengths[source])
         for memory in self._memory:
             for tensor in memory.tensors():
@@ -227,7 +212,7 @@ class KeyValues:
         self.lengths[target], self._written[target] = tokens, max(self._written[target], tokens)
 
     def give_back(self, rows: int) -> None:
-        """Return the memory of all but the first ``rows`` to the system. It reads as zeros until written again."""
+        """:meth:`LayerMemory.give_back` of all layers."""
         for memory in self._memory:
             memory.give_back(rows)
 
@@ -266,7 +251,6 @@ def static_cache(model: nn.Module, max_tokens: int) -> Any:
 
 
 def no_causal_model(model: nn.Module, found: str) -> UnsupportedModelError:
-    """The error for a ``model`` without keys and values that a :class:`KeyValues` could hold."""
     return UnsupportedModelError(
         type(model).__name__,
         expected="a causal language model of transformers, whose layers use the cache that they are given",

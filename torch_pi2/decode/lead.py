@@ -1,4 +1,4 @@
-"""``lead``: the first process decides what a group computes; the others follow its calls."""
+"""``lead``: the first process of a group makes calls, and the others repeat them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from torch_pi2.distributed.group import of_each
 from torch_pi2.errors import ConfigError
 from torch_pi2.layers.prompt import call_mode, sparse_only
 
-#: The name of a call of the model itself.
 _MODEL = "model"
 
 
@@ -25,17 +24,16 @@ _MODEL = "model"
 def lead(model: nn.Module) -> Coordinator | None:
     """Let the first of several processes, which each have a shard of ``model``, decide what all of them compute.
 
-    Every process calls this once. The first one gets a :class:`~torch_pi2.distributed.coordinator.Coordinator` at once.
-    The others then repeat what it does with any :class:`Decoder` that it makes, with :func:`torch_pi2.generate`,
-    ``model.generate`` and ``model(...)``. In them this function returns None when the coordinator has been closed;
-    until then they wait, for as long as the first process lives.
+    Every process calls this once. The first gets a :class:`~torch_pi2.distributed.coordinator.Coordinator` at once. In
+    the others this function repeats the first's calls of :class:`Decoder`, :func:`torch_pi2.generate`,
+    ``model.generate`` and ``model(...)``, and returns None when the coordinator is closed.
 
-    ``model(...)`` takes numbers, text and tensors, but no KV cache. Calls of several threads are made one after
-    another. Budgets (:func:`torch_pi2.set_budget`), plans (:func:`torch_pi2.follow`) and statistics are not shared.
+    ``model(...)`` takes numbers, text and tensors, but no KV cache. Calls from several threads run one after another.
+    Budgets (:func:`torch_pi2.set_budget`), plans (:func:`torch_pi2.follow`) and statistics are not shared.
 
     Raises:
-        ConfigError: no other process has a shard of the model, or it has a coordinator already.
-        GroupError: another process has ended, hangs, or has failed; in the others also if the first one has.
+        ConfigError: no other process has a shard of the model, or it already has a coordinator.
+        GroupError: another process has ended, hangs, or has failed.
     """
     group = group_of(model)
     if group is None or group.coordinated:
@@ -57,7 +55,7 @@ def lead(model: nn.Module) -> Coordinator | None:
 
 
 class _BroadcastModel:
-    """A mixin before the class of a model: its calls are broadcast."""
+    """Mixin that broadcasts calls of a model."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         coordinator = coordinator_of(self)  # type: ignore[arg-type]
@@ -76,14 +74,13 @@ def _broadcast(coordinator: Coordinator, call: Callable[..., Any], args: Any, kw
 
 
 class _Follower:
-    """Repeats the calls of the coordinator, with ``model`` and Decoders of its own."""
+    """Repeats the coordinator's calls with this process's ``model`` and Decoders."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._decoders: dict[int, Decoder] = {}
 
     def forget(self, gone: Sequence[int]) -> None:
-        """Decoders with these numbers are not used any more."""
         for number in gone:
             self._decoders.pop(number, None)
 

@@ -1,9 +1,9 @@
-"""``follow``: a model that runs as its plan says while sequences begin and end.
+"""``follow``: a model follows its plan while sequences begin and end.
 
-PowerInfer-2's engine changes its ratio of hot to cold neurons with the number of sequences that are decoded together
-(arXiv 2406.06282, section 4.1.2). Here each layer knows its hot neurons for every number of tokens
-(``SparseFFN.by_batch``). What is switched is the cache of a store: how many neurons of each layer never leave it, and
-how large it is. Missing neurons are read in the background.
+PowerInfer-2's engine changes its ratio of hot to cold neurons with the number of sequences decoded together (arXiv
+2406.06282, section 4.1.2). Here each layer knows its hot neurons for every batch size (``SparseFFN.by_batch``). The
+controller resizes a store's cache and changes how many neurons of each layer are pinned in it; missing ones are read in
+the background.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _log = logging.getLogger("torch_pi2")
 @checked
 @fresh_settings()
 def follow(model: nn.Module, plan: Plan | HardwarePlan) -> PlanController:
-    """Let an optimised ``model`` run as ``plan`` says for the number of sequences that it decodes at a time.
+    """Let an optimised ``model`` follow ``plan`` as the number of sequences that it decodes together changes.
 
-    Call it before anything of the model is compiled: graphs keep the hot neurons that they were made with. A model that
-    follows a plan already follows this one from then on. Experts, and layers with a threshold, keep their hot neurons.
+    Call it before compiling the model: graphs keep the hot neurons that they were made with. A later call replaces the
+    plan. Experts, and layers with a threshold, keep their hot neurons.
 
-    Over a store the cache is the plan's, but never larger than the budget that the model has (:func:`torch_pi2.load`,
+    Over a store the cache has the planned size, but at most the model's budget (:func:`torch_pi2.load`,
     :func:`torch_pi2.set_budget`); a plan that was made for a model in memory does not change it.
 
-    Lossless without predictors. With a predictor, more hot neurons are fewer that it can miss.
+    Lossless without predictors. A predictor misses fewer neurons if more are hot.
 
     Raises:
         ConfigError: the model is dense, or the plan has no part for hardware.
@@ -72,7 +72,7 @@ def follow(model: nn.Module, plan: Plan | HardwarePlan) -> PlanController:
 
 
 def controller_of(model: nn.Module) -> PlanController | None:
-    """What :func:`follow` returned last; None if ``model`` follows no plan."""
+    """The last result of :func:`follow`; None if ``model`` follows no plan."""
     handle = ModelState.of(model)
     controller = None if handle is None else handle.controller
     assert isinstance(controller, PlanController | None)
@@ -80,19 +80,19 @@ def controller_of(model: nn.Module) -> PlanController | None:
 
 
 class PlanController:
-    """Keeps a model to its plan; :func:`follow` makes it. A copy follows no plan, and keeps its hot neurons by batch.
+    """Keeps a model to its plan; made by :func:`follow`. A copy of the model follows no plan.
 
-    Decoders tell it how many sequences there are (:class:`torch_pi2.Decoder`, :func:`torch_pi2.generate`,
-    ``model.generate`` without beams). Where none is used, call :meth:`batch`. Thread-safe.
+    Decoders (:class:`torch_pi2.Decoder`, :func:`torch_pi2.generate`, ``model.generate`` without beams) set the number
+    of sequences. Without one, call :meth:`batch`. Thread-safe.
 
     Attributes:
-        plan: the plan. sequences: how many there are. bucket: the part of the plan that is in force.
+        plan: the plan. sequences: their number. bucket: the part of the plan in force.
     """
 
     def __init__(self, store: Store | None, plan: HardwarePlan, layers: Sequence[SparseFFN]) -> None:
         self.plan, self.sequences, self.bucket = plan, 1, plan.bucket(1)
         self._lock, self._replaced = threading.Lock(), False
-        #: Weak, so that layers that are taken out of the model (torch_pi2.restore) free their memory.
+        #: Weak, so that layers removed from the model (torch_pi2.restore) free their memory.
         self._layers = weakref.WeakSet(layers)
         followed = plan.budget_bytes is not None and store is not None and store.config.engine != "mmap"
         self._store: Store | None = store if followed else None
@@ -109,10 +109,9 @@ class PlanController:
         self._announce(self.bucket.batch)
 
     def batch(self, sequences: int) -> None:
-        """From the next step on there are so many sequences. Missing neurons are read in the background.
+        """Set the number of sequences from the next step on. Missing neurons are read in the background.
 
-        Returns at once where the store's cache keeps its size, or there is none. Another size waits for the layer that
-        is being computed, and takes milliseconds.
+        Resizing a store's cache waits for the running layer and takes milliseconds; otherwise this returns at once.
         """
         if sequences == self.sequences:
             return
@@ -127,16 +126,16 @@ class PlanController:
             self.sequences = sequences
 
     def refresh(self) -> None:
-        """Arrange the store for the bucket in force once more: :func:`torch_pi2.set_budget` has changed the budget."""
+        """Arrange the store again after :func:`torch_pi2.set_budget`."""
         with self._lock:
             if not self._replaced:
                 self._arrange(self.bucket)
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # of a copy: another store may be open, and it has its own batches
+        return type(None), ()  # a copy may have another store
 
     def _arrange(self, bucket: Bucket) -> None:
-        """Give the store the cache and the resident neurons of ``bucket``; less where the budget has less."""
+        """Give the store the cache size and resident neurons of ``bucket``, within the budget."""
         if self._store is None or self._store.budget is None:
             return
         cache_bytes = min(bucket.cache_bytes, self._store.budget.cache)
@@ -147,7 +146,7 @@ class PlanController:
         self._store.arrange(resident, cache_bytes)
 
     def _announce(self, batch: int) -> None:
-        """Look ahead with the hot neurons of this number of sequences."""
+        """Let layers prefetch the hot neurons of this batch size."""
         for layer in self._layers if self._store is not None else ():
             if _has_own_hot(layer) and isinstance(layer, OffloadedFFN) and layer.announced:
                 layer.announce(batch)
@@ -165,7 +164,6 @@ class PlanController:
 
 
 def _check(layers: Sequence[SparseFFN], plan: HardwarePlan, whole: Plan | None) -> None:
-    """Raises ShapeError unless ``plan`` fits ``layers``."""
 
     def refuse(expected: str, found: str) -> ShapeError:
         fix = "It is for another: make the plan again."
@@ -190,5 +188,5 @@ def _is_expert(layer: SparseFFN) -> bool:
 
 
 def _has_own_hot(layer: SparseFFN) -> bool:
-    """Whether the batch may decide how many neurons are hot."""
+    """Whether the batch size may decide how many neurons are hot."""
     return not _is_expert(layer) and layer.method not in ("dense", "threshold")

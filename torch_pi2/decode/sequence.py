@@ -1,4 +1,4 @@
-"""Sequences while they are generated, by a model or a bundle: sampling, ends, stop strings, text."""
+"""Sequences while they are generated, by a model or a bundle: sampling, end tokens, stop strings, text."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 
 from torch_pi2.errors import ConfigError
 
-#: Logits are divided by the temperature: with a smaller one they would not be finite.
+#: Logits are divided by the temperature; a smaller one would make them infinite.
 LEAST_TEMPERATURE = 1e-6
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn, see :func:`torch_pi2.generate`. Raises ConfigError: a value makes no sense."""
+    """How tokens are drawn, see :func:`torch_pi2.generate`. Raises ConfigError: a value is out of range."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -35,7 +35,7 @@ class Sampling:
 
 
 def pick(logits_V: torch.Tensor, sampling: Sampling | None, generator: torch.Generator | None = None) -> int:
-    """The next token: drawn as ``sampling`` says; None: the most likely one."""
+    """The next token: drawn with ``sampling``, or the most likely one if that is None."""
     if sampling is None:
         return int(logits_V.float().argmax())
     scores_V, order_V = (logits_V.float() / sampling.temperature).sort(descending=True, stable=True)
@@ -53,12 +53,12 @@ class GeneratedSequence:
     """A sequence that is being generated.
 
     Args:
-        seed: ``seed + number`` seeds its own generator ``random``.
-        limit: most tokens. ends: tokens that end it.
+        seed: ``seed + number`` seeds the sequence's generator ``random``.
+        limit: maximum number of tokens. ends: tokens that end it.
         streamer: called with (number, token) for each token.
 
     Attributes:
-        tokens: so far, with the one that ended it. ended: "eos", "length" or None: not yet.
+        tokens: so far, including the end token. ended: "eos", "length", or None while it continues.
     """
 
     def __init__(
@@ -75,7 +75,6 @@ class GeneratedSequence:
         self._limit, self._ends, self._streamer = limit, ends, streamer
 
     def append(self, token: int) -> None:
-        """Continue with ``token``."""
         self.tokens.append(token)
         self.ended = "eos" if token in self._ends else "length" if len(self.tokens) == self._limit else None
         if self._streamer is not None:
@@ -94,8 +93,8 @@ def decode_loop(
     """Continue ``sequences`` until each has ended.
 
     Args:
-        first: the logits ``[V]`` after the prompt of each. step: sequences that continue -> each with its next logits
-            ``[V]``, in the order in which tokens are chosen. choose: the next token of a sequence.
+        first: logits ``[V]`` after each prompt. step: sequences that continue -> pairs of a sequence and its next
+            logits ``[V]``, in the order in which tokens are chosen. choose: picks the next token of a sequence.
     """
     live = list(zip(sequences, first))
     while live:
@@ -106,23 +105,23 @@ def decode_loop(
 
 
 def partial_match(text: str, marks: Sequence[str]) -> int:
-    """Characters at the end of ``text`` that may be the beginning of one of ``marks``."""
+    """Number of characters at the end of ``text`` that may begin one of ``marks``."""
     ends = (n for mark in marks for n in range(1, min(len(mark), len(text) + 1)) if text.endswith(mark[:n]))
     return max(ends, default=0)
 
 
 class StopStrings:
-    """Cuts streamed text before the first stop string that is complete. ``export/runner/stops.cc`` does the same.
+    """Cuts streamed text before the first complete stop string, as ``export/runner/stops.cc`` does.
 
     Attributes:
-        reached: whether a stop string has come: text after it is dropped.
+        reached: whether a stop string has come; later text is dropped.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings, self._held, self.reached = tuple(strings), "", False
 
     def add(self, piece: str) -> str:
-        """The part of ``piece``, and of what was held back before, in which no stop string can begin."""
+        """The part of the held-back text plus ``piece`` in which no stop string can begin."""
         if self.reached:
             return ""
         text = self._held + piece
@@ -135,21 +134,20 @@ class StopStrings:
         return text[:certain]
 
     def flush(self) -> str:
-        """At the end: what was held back."""
         held, self._held = self._held, ""
         return held
 
 
 class TextStream:
-    """Decodes tokens as they come, up to the first of some stop strings.
+    """Decodes tokens as they come, up to the first stop string.
 
-    Held back are tokens that are a part of a character, and text that may be the beginning of a stop string.
+    It holds back tokens that are part of a character, and text that may begin a stop string.
 
     Args:
-        tokenizer: of Hugging Face.
+        tokenizer: from Hugging Face.
         stops: strings before which the text ends.
-        hidden: ids that are left out of the text; None: those that the tokenizer calls special.
-        before: ids in front of the text: its first space, or character, may depend on them.
+        hidden: ids that are left out of the text; None: the tokenizer's special ones.
+        before: ids before the text, on which its first space or character may depend.
     """
 
     def __init__(
@@ -167,7 +165,6 @@ class TextStream:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string has come; all text after it is dropped."""
         return self._stops.reached
 
     def add(self, token: int) -> str:
@@ -183,7 +180,7 @@ class TextStream:
         return self._stops.add(text)
 
     def end(self) -> str:
-        """The text that was held back, when no token follows."""
+        """The text that was held back, after the last token."""
         if self.stopped:
             return ""
         text = self._new()
@@ -191,7 +188,6 @@ class TextStream:
         return self._stops.add(text) + self._stops.flush()
 
     def _new(self) -> str:
-        """Text of the ids from ``_to`` on."""
         known, whole = self._decode(self._ids[self._from : self._to]), self._decode(self._ids[self._from :])
         return whole[len(known) :]
 

@@ -1,8 +1,8 @@
 """Speculative decoding: tokens are drafted cheaply, and one pass over the weights verifies them.
 
-Drafts do not change the text: the model's own token is taken after each position (Leviathan et al., arXiv 2211.17192,
-for greedy decoding). They come from the text so far (prompt lookup, as in transformers and vLLM) or a smaller model.
-Whether they pay is measured while decoding (:class:`Pace`).
+Drafts do not change the text: the model's own token is taken at each position (Leviathan et al., arXiv 2211.17192, for
+greedy decoding). They come from the text so far (prompt lookup, as in transformers and vLLM) or a smaller model.
+:class:`Pace` measures while decoding whether they pay.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch_pi2.decode.decoder import VERIFIED, Decoder
 from torch_pi2.decode.sequence import GeneratedSequence
 from torch_pi2.errors import ConfigError
 
-#: Most tokens that are drafted at a time: they are verified together with the one before them.
+#: Maximum tokens drafted at a time: they are verified together with the one before them.
 MOST_DRAFTED = VERIFIED - 1
 
 
@@ -45,17 +45,14 @@ class Source(Protocol):
     """Drafts the next tokens."""
 
     def read(self, prompt_1T: torch.Tensor) -> None:
-        """Read the prompt, int64 ``[1, T]``, before the first draft, which is timed."""
+        """Read the prompt, int64 ``[1, T]``, before the first draft (drafting is timed)."""
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
-        """``count`` tokens after ``tokens`` (prompt and answer so far, which only grow), or none."""
+        """``count`` tokens after ``tokens`` (prompt and answer, which only grow between calls), or none."""
 
 
 class PromptLookup:
-    """Drafts what followed the last tokens earlier in the text. At the end of the text it goes on by repeating.
-
-    At least two tokens must match (one matches too often by chance); at most four are compared.
-    """
+    """Drafts the tokens that followed the last two to four tokens earlier in the text; at its end, repeats them."""
 
     _LENGTHS = (4, 3, 2)
 
@@ -64,7 +61,6 @@ class PromptLookup:
         self._indexed = 0  # tokens that have been indexed
 
     def read(self, prompt_1T: torch.Tensor) -> None:
-        """Index the prompt."""
         self._index(prompt_1T[0].tolist())
 
     def _index(self, tokens: Sequence[int]) -> None:
@@ -75,7 +71,6 @@ class PromptLookup:
         self._indexed = max(self._indexed, len(tokens) - 1)
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
-        """``count`` tokens, or none."""
         self._index(tokens)
         for n in self._LENGTHS:
             start = self._positions.get(tuple(tokens[-n:])) if n < len(tokens) else None
@@ -85,9 +80,7 @@ class PromptLookup:
 
 
 class Assistant:
-    """Drafts with a smaller causal language model of the same vocabulary.
-
-    It drafts nothing beyond the positions that it was made for (``max_position_embeddings``).
+    """Drafts with a smaller causal language model of the same vocabulary, up to its ``max_position_embeddings``.
 
     Args:
         model: see :class:`torch_pi2.Decoder`. of: the model that it drafts for.
@@ -116,13 +109,12 @@ class Assistant:
         self._read: list[int] = []  # tokens in its KV cache
 
     def read(self, prompt_1T: torch.Tensor) -> None:
-        """Read the prompt, if it fits."""
         if prompt_1T.shape[1] < self._most:
             self._decoder.prompt(prompt_1T)
             self._read = prompt_1T[0].tolist()
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
-        """Its own greedy continuation; none if there is no room for it."""
+        """The greedy continuation; none if there is no room for it."""
         if len(tokens) + count > self._most:
             return []
         agreed = min(len(self._read), len(tokens) - 1)
@@ -146,7 +138,7 @@ class Assistant:
 
 
 def _vocabulary(model: nn.Module) -> int | None:
-    """Size of the vocabulary that ``model`` has logits for; None: it has none."""
+    """Size of the vocabulary of the logits of ``model``; None: it has no logits."""
     inputs, head = (getattr(model, f"get_{which}_embeddings", lambda: None)() for which in ("input", "output"))
     if inputs is None or head is None:
         return None
@@ -160,14 +152,12 @@ class Pace:
     A pass with n drafted tokens takes ``1 + n x`` plain steps (x is measured and includes drafting) and gives
     ``1 + a + ... + a^n`` tokens, where a is the share of recent drafts that were right. The n with the most tokens per
     time is taken, if that is at least ``GAIN`` times the rate of plain steps. Otherwise drafting pauses, for ``REST``
-    tokens at first and then twice as long each time, before it is tried again.
+    tokens at first and twice as long each time.
 
-    In any case the cost of drafts so far beyond what they gained, plus that of the next ones if all were wrong, must be
-    less than ``LOSS`` of the time of plain steps and ``LOST`` steps. So an answer of 128 tokens or more takes at most
-    1.03 times as long (1.05 if a draft costs 0.9 of a step, as the first pass assumes less). Not counted is this
-    bookkeeping, some 15 us a token, which matters only for models whose steps take less than a millisecond. Their
-    weights are in the processor's cache, where passes gain little anyway. Times are medians of the latest few; the
-    first step, which may compile code, is not counted.
+    The net cost of drafts so far, plus that of the next ones if all were wrong, must stay below ``LOST`` steps plus
+    ``LOSS`` of the time of plain steps. So an answer of 128 tokens or more takes at most 1.03 times as long (1.05 if a
+    draft costs 0.9 of a step, as the first pass assumes less), not counting some 15 us of bookkeeping per token. Times
+    are medians of the latest few; the first step, which may compile code, is not counted.
 
     Args:
         counts: numbers of tokens to choose from, ascending.
@@ -176,9 +166,9 @@ class Pace:
     GAIN, LOSS, LOST, REST = 1.03, 0.015, 1.5, 32
     #: A plain step is measured once in ``EVERY`` forwards. Nothing is drafted before ``LEAST_STEPS`` are measured.
     EVERY, LEAST_STEPS = 32, 3
-    #: Assumed at first: of ``_BELIEVED`` drafted tokens 3 in 4 were right, and each costs 0.3 of a step.
+    #: Assumed at first: 3 in 4 of ``_BELIEVED`` drafted tokens were right, and each costs 0.3 of a step.
     _BELIEVED, _RIGHT, _COST, _LEAST_COSTS = 2.0, 1.5, 0.3, 3
-    #: Weight that earlier drafts keep with each new one; most steps of credit for good drafts.
+    #: Decay of earlier drafts with each new one; maximum credit for good drafts, in steps.
     _FADES, _MOST_SAVED = 0.95, 4.0
 
     def __init__(self, counts: Sequence[int]) -> None:
@@ -207,7 +197,7 @@ class Pace:
         return self._saved - self._cost_of(n) >= -(self.LOST + self.LOSS * self._tokens)
 
     def count(self, most: int) -> int:
-        """How many tokens to draft now, at most ``most``; 0: take a plain step."""
+        """Number of tokens to draft now, at most ``most``; 0: take a plain step."""
         if len(self._plain_ms) < self.LEAST_STEPS or self._since_plain >= self.EVERY or self.off:
             return 0
         counts = [n for n in self._counts if n <= most and self._payable(n)]
@@ -222,12 +212,12 @@ class Pace:
         return 0
 
     def _gain(self, n: int) -> float:
-        """Rate of passes with n drafted tokens over that of plain steps."""
+        """Expected speedup of passes with n drafted tokens over plain steps."""
         share = self._right / self._tried
         return sum(share**i for i in range(n + 1)) / (1 + self._cost_of(n))
 
     def plain(self, ms: float) -> None:
-        """A plain step took so many milliseconds."""
+        """Count a plain step of ``ms`` milliseconds."""
         self._steps += 1
         self._tokens += 1
         self._since_plain = 0
@@ -235,13 +225,13 @@ class Pace:
             self._plain_ms.append(ms)
 
     def passed(self, ms: float, guesses: int, right: int) -> None:
-        """A pass with ``guesses`` drafted tokens, of which ``right`` were right, took so many milliseconds in all."""
+        """Count a pass of ``ms`` milliseconds with ``guesses`` drafted tokens, of which ``right`` were right."""
         self._tokens += right + 1
         self._since_plain += 1
         for was_right in [True] * right + [False] * (right < guesses):
             self._tried = self._FADES * self._tried + 1
             self._right = self._FADES * self._right + was_right
-        # a pass that takes longer was disturbed, which is no reason to pause for long
+        # a pass that takes longer was disturbed, no reason to pause for long
         took = min(ms / statistics.median(self._plain_ms), 1 + 2 * guesses)
         self._costs.append(max(0.0, took - 1) / guesses)
         if len(self._costs) >= self._LEAST_COSTS:  # one disturbed pass is no reason to stop
@@ -264,8 +254,8 @@ def speculate(
     """Decode ``sequence`` until it ends; returns statistics of drafts, and milliseconds of each forward.
 
     Args:
-        decoder: has read ``prompt``, after which ``logits_V`` come. choose: the token of logits ``[V]``.
-        limit: most new tokens.
+        decoder: has read ``prompt`` and returned ``logits_V``. choose: picks a token from logits ``[V]``.
+        limit: maximum number of new tokens.
     """
     tokens, forward_ms, drafted, accepted, passes = list(prompt), list[float](), 0, 0, 0
 

@@ -1,12 +1,12 @@
-"""``StepGraph``: a step as the calls that it makes to PyTorch, without the Python code that decides on them.
+"""``StepGraph``: the calls of a step to PyTorch, recorded once and replayed without the model's Python code.
 
-The Python code of Hugging Face's modules between operators takes as long as a sparse layer of a small model. A step
-makes the same calls every time, on the same tensors except for the ids. They are recorded once, while a step runs, and
-replayed by the following steps: the same step, bit for bit, without a compiler. Inductor can also compile the recorded
-graph. That avoids Dynamo, which takes longer to trace a model than Inductor to load what it has cached on disk.
+A step makes the same calls every time, on the same tensors except for the ids. Replaying them gives the same bits
+without a compiler, and saves the Python code of Hugging Face's modules, which takes as long as a sparse layer of a
+small model. Inductor can also compile the recorded graph. That avoids Dynamo, which takes longer to trace a model than
+Inductor to load code from its disk cache.
 
-On a GPU a step is captured as one CUDA graph (:func:`captured`): a step of a small model is hundreds of kernels of a
-few microseconds, which a GPU would otherwise wait for.
+On a GPU a step is captured as one CUDA graph (:func:`captured`): launching the hundreds of kernels of a small model
+takes longer than running them.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 
 #: One capture at a time: a second one would synchronise the GPU, which a capture forbids.
 _lock = threading.Lock()
-#: Calls that ask a tensor for something that is the same in every step.
+#: Calls that ask a tensor for a property that is the same in every step.
 _FACTS = {"size", "dim", "ndimension", "stride", "numel", "nelement", "element_size", "storage_offset", "data_ptr"}
 _FACTS |= {"is_contiguous", "is_floating_point", "is_complex", "is_inference", "is_same_size", "is_set_to", "_is_view"}
 _FACTS |= {"__len__", "__hash__", "get_device", "type", "result_type"}
 #: Types of arguments besides tensors. No subclasses: generated code has no name for numpy's numbers.
 _PLAIN = {bool, int, float, complex, str, type(None), type(...)}
 _PLAIN |= {torch.dtype, torch.device, torch.layout, torch.memory_format}
-#: Calls whose results have a size that depends on values, which the model may ask for.
+#: Calls whose results have a size that depends on values.
 _SIZED_BY_VALUES = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount"}
 #: Longer lists and mappings of a module are not compared (:class:`State`).
 _COMPARED = 1000
@@ -52,15 +52,15 @@ _BEFORE = 8
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Within it kernels run on ``device``, whichever GPU is this thread's current one."""
+    """Makes ``device`` the current GPU, if it is one."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def captured(run: Forward, ids_BT: torch.Tensor) -> Forward:
-    """``run`` for ids like these as one CUDA graph; or ``run`` itself, if it cannot be captured or is not on a GPU.
+    """``run`` for ids of this shape as one CUDA graph; ``run`` itself if it cannot be captured or is not on a GPU.
 
-    It must have run before, so that its kernels are compiled and loaded, and must read and write the same memory each
-    time except for the ids. Nothing is computed here: a capture only records which kernels are launched.
+    It must have run before, so that its kernels are compiled and loaded, and must use the same memory each time except
+    for the ids. A capture computes nothing.
     """
     if not on_gpu(ids_BT):
         return run
@@ -130,7 +130,7 @@ class StepGraph:
 
 
 def record(forward: Forward, ids_BT: torch.Tensor) -> tuple[torch.Tensor, StepGraph | None]:
-    """What ``forward`` returns for these ids, and its calls; None: the next step may make other calls."""
+    """The result of ``forward`` and its calls; None in place of these if the next step may make other calls."""
     recorder = _Recorder(ids_BT)
     with recorder:
         result = forward(ids_BT)
@@ -138,11 +138,11 @@ def record(forward: Forward, ids_BT: torch.Tensor) -> tuple[torch.Tensor, StepGr
 
 
 class GraphRunner:
-    """Runs steps of one number of sequences: first ``forward``, then two recordings, then the recorded calls.
+    """Runs steps of one shape: at first ``forward``, then two recordings, and from then on the recorded calls.
 
     Args:
-        may_record: asked before each recording; hooks may want to see every step.
-        state: must not change between the two recordings, or a later step may make other calls.
+        may_record: called before each recording; False if hooks have to see every step.
+        state: must be equal before and after each recording, or later steps may make other calls.
         again: whether ``forward`` may repeat a step whose recorded calls fail. Other processes would not repeat it.
     """
 
@@ -175,7 +175,7 @@ class GraphRunner:
             return result
 
     def _observe(self, ids_BT: torch.Tensor) -> torch.Tensor:
-        """Run a step with ``forward``, perhaps recorded. Two recordings with the same calls stand for all steps."""
+        """Run ``forward``, recording it if it is time to. Two equal recordings stand for all later steps."""
         self._wait -= self._wait > 0
         if self._wait or not self._may_record():
             return self._forward(ids_BT)
@@ -269,7 +269,6 @@ class _Recorder(TorchFunctionMode):
         return value
 
     def _node(self, tensor: torch.Tensor) -> fx.Node:
-        """The node of a tensor that existed before."""
         if isinstance(tensor, OffloadedParameter):
             raise _NotRecorded("a tensor that is not there")
         if self._last is None:
@@ -302,10 +301,10 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class State:
-    """Everything that decides which calls a step makes, to be compared with an earlier state.
+    """A snapshot of everything that decides which calls a step makes, for comparison with an earlier one.
 
-    It covers the attributes of modules and of their configurations: plain values, also in lists and mappings, and the
-    identity of objects: modules, tensors, functions, hooks. The contents of other objects are not compared.
+    It covers the attributes of modules and their configurations: plain values, also in lists and mappings, and the
+    identity of modules, tensors, functions and hooks. The contents of other objects are not compared.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -339,7 +338,7 @@ class State:
 
 
 def _source(name: str, tensor: torch.Tensor) -> str:
-    """The name that Dynamo would give to a tensor of a model."""
+    """Dynamo's name of a model's tensor."""
     *modules, last = name.split(".")
     kind = "_parameters" if isinstance(tensor, nn.Parameter) else "_buffers"
     return "".join(["self.model", *(f"._modules['{part}']" for part in modules), f".{kind}['{last}']"])

@@ -1,7 +1,7 @@
-"""Predictors say which cold neurons to compute before they are computed (``predictors.safetensors``).
+"""Predictors: which cold neurons to compute, decided before the layer runs (``predictors.safetensors``).
 
-:data:`PREDICTORS` has every kind. To add one, write a class with the members below and a line here; files, layers and
-the search for its samples read them from it (CONTRIBUTING.md, "Add a predictor"):
+:data:`PREDICTORS` has every kind. To add one, write a class with these members and add it there (CONTRIBUTING.md, "Add
+a predictor"):
 
 * ``kind``: its :class:`~torch_pi2.types.method.Method`;
 * ``tensor_names``, and ``per_neuron``: those of them with a row for each neuron;
@@ -20,16 +20,16 @@ import torch
 from torch_pi2.predict.lowrank import LowRank
 from torch_pi2.predict.signbit import SignBit
 
-#: What a file of predictors may contain.
+#: The kinds that a file may contain.
 AnyPredictor = LowRank | SignBit
 #: Method -> class.
 PREDICTORS: dict[str, type[LowRank] | type[SignBit]] = {p.kind: p for p in (LowRank, SignBit)}
-#: Tensors that layers may have of a predictor, those of each kind in the order in which operators take them.
+#: Predictor tensors that layers may have, those of each kind in the order of the operators' arguments.
 LAYER_TENSORS = tuple(name for p in PREDICTORS.values() for name in p.layer_tensors)
-#: Those that have a row for each neuron.
+#: Those with a row for each neuron.
 PER_NEURON = frozenset(name for p in PREDICTORS.values() for name in p.per_neuron)
 
 
 def tensors_among(buffers: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
-    """The predictor's tensors among a layer's ``buffers``, by name, in the order in which operators take them."""
+    """The predictor's tensors among a layer's ``buffers``, by name, in the order of the operators' arguments."""
     return {name: tensor for name in LAYER_TENSORS if (tensor := buffers[f"predictor_{name}"]) is not None}

@@ -1,4 +1,4 @@
-"""What a layer keeps of a predictor: rows of its cold neurons, in plan order."""
+"""A layer's part of a predictor: rows of the cold neurons, in plan order."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from torch_pi2.types.site import FFNSite
 
 
 class Cold(NamedTuple):
-    """``tensors`` by name, without those that this form has not; ``kind``: what operators call it.
+    """A layer's part of a predictor.
 
-    ``weights``: format of quantised rows, else "". ``cut``: what decides in place of the predictor's threshold.
-    ``in_blocks``: quantised rows are in blocks of 16. To fill the first of them b may have rows before those of cold
-    neurons, which mean nothing; there is a bias then.
+    Attributes:
+        kind: its name in operators. weights: format of quantised rows, else "".
+        cut: replaces the predictor's threshold.
+        in_blocks: quantised rows are in blocks of 16. Then there is a bias, and b may begin with padding rows.
     """
 
     kind: str
@@ -32,10 +33,10 @@ def layer_tensors(
     found: Mapping[str, torch.Tensor] | None,
     wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
 ) -> dict[str, torch.Tensor]:
-    """Those of ``found`` that are ``wanted``, of which a ``bias`` may be missing.
+    """The ``wanted`` tensors of ``found``; a ``bias`` is optional.
 
     Raises:
-        ConfigError: others are. ShapeError, DtypeError: they are of another layer, or were not made by us.
+        ConfigError: one is missing. ShapeError, DtypeError: one belongs to another layer, or was not made by us.
     """
     missing = [name for name in wanted if name != "bias" and name not in (found or {})]
     if found is None or missing:

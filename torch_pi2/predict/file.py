@@ -27,13 +27,13 @@ _FIX = "Fit them again."
 
 @dataclass
 class FitReport:
-    """What ``fit`` did.
+    """How ``fit`` sized predictors.
 
     Attributes:
         dense_loss, loss: mean per token on the evaluation sequences, without and with predictors.
         change: ``loss / dense_loss - 1``; tolerance: the requested bound; met: whether it was reached.
         skipped: share of (token, cold neuron) pairs not computed on the evaluation sequences.
-        rounds: one entry per evaluation of the whole model: ``{"step", "change", "skipped"}``.
+        rounds: per evaluation of the whole model ``{"step", "change", "skipped"}``.
         layers: per site ``{"key", "cold", "rank", "target_recall", "weights"}`` and the card's fields.
         tokens: ``{"fit", "calibrate", "evaluate"}``, disjoint sets of sequences.
     """
@@ -76,8 +76,7 @@ def save_predictors(folder: str | Path, predictors: Mapping[str, AnyPredictor], 
     """Write ``predictors.safetensors`` into ``folder`` by atomic rename.
 
     Args:
-        predictors: site key -> calibrated predictor.
-        model_hash: ``weights_hash`` of the model they were fitted to.
+        predictors: site key -> calibrated predictor. model_hash: ``weights_hash`` of the model they were fitted to.
 
     Raises:
         ArtifactError: the folder cannot be written. ConfigError: a predictor has no card (not calibrated).
@@ -107,7 +106,7 @@ def save_predictors(folder: str | Path, predictors: Mapping[str, AnyPredictor], 
 
 
 def load_predictors(folder: str | Path, *, model_hash: str | None = None) -> FittedPredictors:
-    """Read what :func:`save_predictors` wrote.
+    """Read predictors that :func:`save_predictors` wrote.
 
     Raises:
         ArtifactError: missing, damaged, of another version. StaleArtifactError: fitted to other weights than
@@ -121,7 +120,7 @@ def load_predictors(folder: str | Path, *, model_hash: str | None = None) -> Fit
 def predictors_of(
     meta: Mapping[str, str], tensor: ReadTensor, where: Path | str, model_hash: str | None
 ) -> FittedPredictors:
-    """Predictors from the metadata and tensors of the file ``where``. Raises as :func:`load_predictors`."""
+    """Predictors from the metadata and tensors of the file ``where``; raises as :func:`load_predictors`."""
     result = FittedPredictors(each_predictor(meta, tensor, where, model_hash))
     result.model_hash = meta["model_hash"]
     report = _json(meta, "report", where)
@@ -142,10 +141,8 @@ def each_predictor(
 
 
 def read_threshold_and_card(entry: Field) -> tuple[float, PredictorCard]:
-    """Threshold and card in the JSON fields of a predictor. Raises ArtifactError."""
     return entry.at("threshold").number(-MOST), entry.at("card").take(PredictorCard)
 
 
 def _json(meta: Mapping[str, str], name: str, where: Path | str) -> Field:
-    """The metadata field ``name``. Raises ArtifactError: it is missing, or not JSON."""
     return Field(parse(meta.get(name, ""), f"{where}, {name}", fix=_FIX), f"{where}, {name}", _FIX)

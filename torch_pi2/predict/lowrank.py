@@ -26,7 +26,7 @@ ALWAYS = 1e30
 
 
 class LowRank:
-    """Two small int8 matrices that say which neurons will fire, as older files have them.
+    """Two small int8 matrices that predict which neurons fire; the format of older files.
 
     Attributes:
         a: ``[r, H]`` int8, a_scale ``[r]`` float32; b: ``[I, r]`` int8, b_scale ``[I]``, bias ``[I]`` float32.
@@ -59,11 +59,10 @@ class LowRank:
 
     @property
     def macs(self) -> int:
-        """Multiply-adds per token."""
         return self.a.numel() + self.b.numel()
 
     def at_threshold(self, threshold: float) -> Self:
-        """A copy that predicts what scores ``threshold`` or more."""
+        """A copy with another threshold, and without a card."""
         new = copy.copy(self)
         new.threshold, new.card = threshold, None
         return new
@@ -78,7 +77,7 @@ class LowRank:
         return self.scores(x_TH) >= self.threshold
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What is stored: int8 matrices, float32 scales and biases."""
+        """The stored tensors."""
         return {"a": self.a, "a_scale": self.a_scale, "b": self.b, "b_scale": self.b_scale, "bias": self.bias}
 
     def fields(self) -> dict[str, Any]:
@@ -89,9 +88,9 @@ class LowRank:
     def of_cold(
         site: FFNSite, cold: torch.Tensor, tensors: Mapping[str, torch.Tensor] | None, int8_activations: bool
     ) -> Cold:
-        """What a layer keeps of :meth:`tensors`, of either form, for its ``cold`` neurons (int64).
+        """A layer's part of :meth:`tensors` (of either class) for its ``cold`` neurons (int64).
 
-        ``int8_activations``: it is computed with these. Raises as ``layer_tensors``.
+        ``int8_activations``: the layer computes with these. Raises as ``layer_tensors``.
         """
         a = (tensors or {}).get("a")
         rank = 0 if a is None else len(a)
@@ -170,7 +169,7 @@ def _rows_of_cold(
     a: torch.Tensor,
     int8_activations: bool,
 ) -> Cold:
-    """Of quantised rows, whose format their length tells."""
+    """:meth:`LowRank.of_cold` of quantised rows, whose length implies the format."""
     rank = len(a)
     weights = next((k for k in QUANTIZED if a.shape[1:] == (row_bytes(k, site.hidden),)), QUANTIZED[0])
     wanted = _of_rows(weights, rank, site.intermediate, site.hidden)
@@ -224,7 +223,7 @@ class LowRankRows(LowRank):
 
     @staticmethod
     def fitted(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor) -> LowRankRows:
-        """In int4, from float matrices ``[r, H]``, ``[I, r]`` and ``[I]``; threshold 0."""
+        """Quantise float matrices ``[r, H]``, ``[I, r]`` and bias ``[I]`` to int4; threshold 0."""
         rows = [torch.ops.pi2.quantize(m.float().contiguous(), "int4") for m in (a, b)]
         return LowRankRows(rows[0], rows[1], bias.float().clone(), "int4", a.shape[1])
 

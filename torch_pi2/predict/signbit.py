@@ -33,11 +33,11 @@ def pack_signs(w: torch.Tensor) -> torch.Tensor:
 
 
 class SignBit:
-    """Which neurons fire, guessed from the signs of the gate's weights and of the input.
+    """Predicts which neurons fire from the signs of the gate's weights and of the input.
 
     A product counts as positive if the signs of its factors agree. A neuron is predicted active iff
-    ``agreeing >= margin * differing``: the paper's rule with ``margin = 1 / alpha``, so that a smaller margin misses
-    fewer neurons. The paper has one conservative ``alpha`` for early layers; here each layer's margin is calibrated.
+    ``agreeing >= margin * differing``: the paper's rule with ``margin = 1 / alpha``. A smaller margin misses fewer
+    neurons. The paper has one conservative ``alpha`` for early layers; here each layer's margin is calibrated.
 
     Attributes:
         signs: uint8 ``[I, ceil(H / 64) * 8]`` (:func:`pack_signs`), original neuron order; hidden: H.
@@ -58,23 +58,23 @@ class SignBit:
 
     @staticmethod
     def from_weights(gate: torch.Tensor) -> SignBit:
-        """From the gate of a gated FFN, or the up matrix of a plain one, ``[I, H]``. Margin 1: the majority decides."""
+        """From the gate of a gated FFN, or the up matrix of a plain one, ``[I, H]``; margin 1."""
         return SignBit(pack_signs(gate.detach()), gate.shape[1])
 
     @property
     def threshold(self) -> float:
-        """``agreeing >= margin * (H - agreeing)`` as a cut on ``agreeing``, never a whole number apart from it."""
+        """``agreeing >= margin * (H - agreeing)`` as a threshold on ``agreeing``, slightly below a whole number."""
         return self.margin / (1 + self.margin) * self.hidden - 1e-3
 
     def at_threshold(self, threshold: float) -> SignBit:
-        """A copy that predicts where ``threshold`` products or more agree."""
+        """A copy that predicts neurons with ``threshold`` or more agreeing products."""
         needed = min(self.hidden, math.ceil(threshold))
         # Half a place below the count that must still pass, so that rounding cannot exclude it.
         return SignBit(self.signs, self.hidden, max(0.0, (needed - 0.5) / (self.hidden - needed + 0.5)))
 
     @property
     def macs(self) -> int:
-        """Multiply-adds of the same memory traffic as 16-bit weights: a sixteenth of the gate's."""
+        """Multiply-adds with the same memory traffic in 16-bit weights: a sixteenth of the gate's."""
         return self.hidden * len(self.signs) // 16
 
     def scores(self, x_TH: torch.Tensor) -> torch.Tensor:
@@ -92,26 +92,25 @@ class SignBit:
         return predict_signbit(x_TH, self.signs, self.hidden, self.margin)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What is stored: the signs, H (bits past it are padding) and the margin."""
+        """The stored tensors: signs, H (bits past it are padding) and margin."""
         margin = torch.tensor([self.margin], dtype=torch.float64)
         return {"signs": self.signs, "hidden": torch.tensor([self.hidden]), "margin": margin}
 
     def fields(self) -> dict[str, Any]:
-        """Further JSON fields in the file: none."""
         return {}
 
     @classmethod
     def read(
         cls, tensors: Mapping[str, torch.Tensor], entry: Field, threshold: float, card: PredictorCard | None
     ) -> SignBit:
-        """As :meth:`from_tensors`, which has the threshold too."""
+        """:meth:`from_tensors`, where the threshold is."""
         return cls.from_tensors(tensors, card)
 
     @staticmethod
     def of_cold(
         site: FFNSite, cold: torch.Tensor, tensors: Mapping[str, torch.Tensor] | None, int8_activations: bool
     ) -> Cold:
-        """What a layer keeps of :meth:`tensors`, for its ``cold`` neurons (int64); raises as ``layer_tensors``."""
+        """A layer's part of :meth:`tensors` for its ``cold`` neurons (int64); raises as ``layer_tensors``."""
         wanted = {
             "signs": ((site.intermediate, sign_bytes(site.hidden)), torch.uint8),
             "hidden": ((1,), torch.int64),

@@ -1,4 +1,4 @@
-"""Settings of ``sparsify``, and which model, text and settings the checkpoints of a training belong to."""
+"""Settings of ``sparsify``, and the record of the model, text and settings that checkpoints belong to."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class SparsifySettings:
     """Settings of :func:`torch_pi2.sparsify`, which takes them as keywords.
 
     Attributes:
-        activation: ``relu-gate``: ReLU in place of the activation (ReLU Strikes Back, arXiv 2310.04564), by the name
-            in config.json; ``drelu``: also on the up projection (TurboSparse, arXiv 2406.05955), which needs modelling
-            code in the folder. FFNs that have exact zeros already stay as they are.
-        target_sparsity: share of exact zeros, mean over layers, that the penalty is steered to.
+        activation: ``relu-gate``: ReLU in place of the activation (ReLU Strikes Back, arXiv 2310.04564), by its name in
+            config.json; ``drelu``: also on the up projection (TurboSparse, arXiv 2406.05955), which needs modelling
+            code in the folder. FFNs that have exact zeros are not changed.
+        target_sparsity: target share of exact zeros, mean over layers.
         steps: of the optimiser; 0: one pass over the text.
-        batch: windows a step, over all processes. window: its tokens. accumulate: forward passes a step.
-        learning_rate: the highest; a cosine decays to a tenth of it (TurboSparse's 5e-5 to 5e-6).
-        lora: rank of LoRA adapters on all linear layers (package peft), merged at the end; 0: all weights are trained.
-        distill: share of the loss that is the divergence from the dense model's predictions; the rest is the loss on
-            the text. 0: the dense model is not kept.
+        batch: windows per step, over all processes. window: tokens per window. accumulate: forward passes per step.
+        learning_rate: the peak; a cosine decays to a tenth of it (TurboSparse's 5e-5 to 5e-6).
+        lora: rank of LoRA adapters on all linear layers (package peft), merged at the end; 0: train all weights.
+        distill: weight of the divergence from the dense model's predictions in the loss; the rest is the loss on the
+            text. 0: the dense model is not kept.
         bf16: compute in bfloat16 (autocast; weights and optimiser stay float32).
-        save_every: steps between checkpoints, a multiple of 10; 0: ten in all, or as many as there can be.
+        save_every: steps between checkpoints, a multiple of 10; 0: about ten checkpoints.
         seed: of every random choice.
     """
 
@@ -86,7 +86,7 @@ class SparsifyFields(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class ResumeInfo:
-    """What a training was started with: settings, hashes of FFN weights and token ids, and measurements before it."""
+    """Settings, hashes of FFN weights and token ids, and measurements, all from the start of a training."""
 
     settings: SparsifySettings
     model: str
@@ -95,7 +95,6 @@ class ResumeInfo:
     changed: Measured
 
     def save(self, folder: Path) -> None:
-        """Write it into ``folder``. Raises ArtifactError: it cannot be written."""
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
         about = {"format": _FORMAT, "version": _VERSION, **to_json(self)}
@@ -103,7 +102,7 @@ class ResumeInfo:
 
     @classmethod
     def load(cls, folder: Path) -> ResumeInfo | None:
-        """That of ``folder``; None: no training was started there. Raises ArtifactError: it is damaged."""
+        """The one in ``folder``; None: no training was started there. Raises ArtifactError: it is damaged."""
         path = folder / _RESUME_FILE
         if not path.exists():
             return None

@@ -1,4 +1,4 @@
-"""``torch_pi2.sparsify``: a dense checkpoint becomes one whose FFNs are mostly exact zeros, by continued training."""
+"""``torch_pi2.sparsify``: continued training turns most FFN activations of a dense checkpoint into exact zeros."""
 
 from __future__ import annotations
 
@@ -34,18 +34,17 @@ from torch_pi2.types.plan import weights_hash
 FORMAT, VERSION = "torch_pi2.sparsify", 1
 #: In the folder that is written: settings, measurements, and the curves of training.
 REPORT_FILE = "sparsify.json"
-#: Share of the text that is held back where no held-out text is given; at least so many windows.
+#: Share of the text that is held back if no held-out text is given; minimum number of windows.
 _HELD_BACK = 0.02
 _LEAST_HELD_BACK = 4
 
 
 @dataclass(frozen=True)
 class SparsifyReport:
-    """What :func:`sparsify` did; also ``sparsify.json`` of the folder.
+    """The result of :func:`sparsify`; also ``sparsify.json`` of the folder.
 
     Attributes:
-        settings: all of them. tokens: trained on, with repetitions. text_tokens: of the text.
-        heldout_tokens: that loss and zeros were measured on.
+        tokens: trained on, with repetitions. text_tokens: in the text. heldout_tokens: measured on.
         before: the dense model. changed: the same weights with another activation. after: the result.
         curve: every ten steps ``step``, ``nats_per_token`` (on the training text), ``zeros`` (by layer), ``weight`` of
             the ``penalty``, and ``learning_rate``; at checkpoints also ``heldout_nats_per_token``.
@@ -65,14 +64,14 @@ class SparsifyReport:
 
     @property
     def loss_change(self) -> float:
-        """Relative to the dense model: 0.01 is 1 %. Training alone may lower it."""
+        """Relative to the dense model: 0.01 is 1 %. Training may lower the loss."""
         return self.after.nats_per_token / self.before.nats_per_token - 1
 
     def to_json(self) -> dict[str, Any]:
         return {"format": FORMAT, "version": VERSION, **asdict(self)}
 
     def lines(self) -> dict[str, str]:
-        """The report in words, for a terminal and the model card."""
+        """The report as text, for a terminal and the model card."""
         by_layer = ", ".join(percent(share) for share in self.after.zeros.values())
         passes = self.tokens / self.text_tokens
         return {
@@ -112,18 +111,17 @@ def sparsify(
     """Train ``model`` on ``text`` until most values of its FFN neurons are exactly zero; writes the folder ``out``.
 
     The activation becomes ReLU, and Hugging Face's Trainer trains with a penalty on the input of ``down``, whose weight
-    is steered until the share of zeros is the target. Lossy: the result is another model. Its loss on held-out text
-    before and after is in the report, in ``sparsify.json`` and in the model card. ``out`` is an ordinary Hugging Face
-    folder (with ``drelu`` it has modelling code, which needs ``trust_remote_code``), which
-    :func:`torch_pi2.optimize` takes like any ReLU model.
+    is steered until the share of zeros is the target. Lossy: the report, ``sparsify.json`` and the model card have the
+    loss on held-out text before and after. ``out`` is an ordinary Hugging Face folder for :func:`torch_pi2.optimize`
+    (with ``drelu`` it contains modelling code, which needs ``trust_remote_code``).
 
-    Checkpoints are in ``OUT.training`` beside ``out``: the same call resumes after a kill. Under ``accelerate launch``
+    Checkpoints go to ``OUT.training`` beside ``out``: the same call resumes after a kill. Under ``accelerate launch``
     all processes train one model, each on its share of every batch.
 
     Args:
-        model: of transformers, left as it is; or a folder.
-        text: documents to train on. heldout: others to measure on (None: the last 2 % of ``text``, held back).
-        tokenizer: default: that of the folder which the model was loaded from.
+        model: of transformers (it is not changed), or its folder.
+        text: documents to train on. heldout: others to measure on (None: the last 2 % of ``text``).
+        tokenizer: default: from the folder that the model was loaded from.
         settings: see :class:`torch_pi2.training.settings.SparsifySettings`.
 
     Raises:
@@ -212,7 +210,7 @@ def sparsify(
 
 
 def _check_out(out: Path) -> None:
-    """Raises ArtifactError: ``out`` is the current folder, or has anything but an earlier result of sparsify."""
+    """Raises ArtifactError: ``out`` is the current folder, or contains anything but an earlier result."""
     check_not_current(out)
     if out.is_file() or (out.is_dir() and any(out.iterdir()) and not (out / REPORT_FILE).is_file()):
         raise ArtifactError(
@@ -245,7 +243,6 @@ def _check_model(dense: Any) -> None:
 def _windows(
     text: Sequence[str], heldout: Sequence[str] | None, tokenizer: Any, settings: SparsifySettings
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Windows to train on, and held-out ones."""
     for name, texts in (("text", text), ("heldout", heldout or ())):
         if not all(isinstance(part, str) for part in texts):
             raise ConfigError(
@@ -261,7 +258,7 @@ def _windows(
 
 
 def windows_of(texts: Sequence[str], tokenizer: Any, window: int) -> torch.Tensor:
-    """``[N, window]`` int32: tokens of ``texts``, each followed by an end of text; an incomplete window is dropped."""
+    """``[N, window]`` int32: tokens of ``texts``, each with an end token; an incomplete window is dropped."""
     end = tokenizer.eos_token_id
     ids: list[int] = []
     for text in texts:
@@ -273,14 +270,13 @@ def windows_of(texts: Sequence[str], tokenizer: Any, window: int) -> torch.Tenso
 
 
 def held_back(windows_NT: torch.Tensor, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Windows to train on, and held-out ones from the end of the text. Raises CalibrationError: there are too few."""
+    """Windows to train on, and held-out ones from the end of the text. Raises CalibrationError: too few."""
     held = max(_LEAST_HELD_BACK, round(_HELD_BACK * len(windows_NT)))
     _check_enough(len(windows_NT) - held, batch, windows_NT.shape[1])
     return windows_NT[:-held], windows_NT[-held:]
 
 
 def _check_enough(windows: int, batch: int, window: int, what: str = "text to train on") -> None:
-    """Raises CalibrationError: fewer windows than a batch has."""
     if windows < batch:
         raise CalibrationError(
             what,
@@ -291,7 +287,7 @@ def _check_enough(windows: int, batch: int, window: int, what: str = "text to tr
 
 
 def _check_model_takes(model: Any, *windows: torch.Tensor) -> None:
-    """Raises ConfigError: ``model`` has fewer positions than ``windows``, or a smaller vocabulary."""
+    """Raises ConfigError: ``windows`` exceed the positions or the vocabulary of ``model``."""
     places, window = getattr(model.config.get_text_config(), "max_position_embeddings", None), windows[0].shape[1]
     if places and window > places:
         raise ConfigError(
@@ -314,7 +310,6 @@ def _check_model_takes(model: Any, *windows: torch.Tensor) -> None:
 def _measure_before(
     dense: Any, student: Any, zeros: Zeros, heldout_NT: torch.Tensor, arguments: Any
 ) -> tuple[Measured, Measured]:
-    """Measures the dense model, and the same weights with another activation."""
     place, of_dense = next(dense.parameters()).device, Zeros(dense, zeros.sites)
     try:
         before = _measured(dense, of_dense, heldout_NT, arguments)
@@ -325,7 +320,7 @@ def _measure_before(
 
 
 def _measured(model: Any, zeros: Zeros, heldout_NT: torch.Tensor, arguments: Any) -> Measured:
-    """Measured on the training device, by all processes together."""
+    """:func:`measure` on the training device, by all processes together."""
     part = (arguments.process_index, arguments.world_size)
     model.to(arguments.device)
 

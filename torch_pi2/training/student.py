@@ -1,4 +1,4 @@
-"""The model to train: the dense one with another activation in its FFNs; for dReLU with modelling code of its own."""
+"""The model to train: the dense one with another activation in its FFNs; for dReLU with its own modelling code."""
 
 from __future__ import annotations
 
@@ -20,17 +20,12 @@ from torch_pi2.graph.find import search
 from torch_pi2.ops.activations import exact_zeros
 from torch_pi2.types.site import FFNSite
 
-#: Where configurations of transformers name the activation of FFNs.
+#: Fields of transformers' configurations that name the activation of FFNs.
 _ACTIVATION_FIELDS = ("hidden_act", "hidden_activation", "activation_function", "activation")
 
 
 def student_of(dense: Any, activation: str) -> tuple[Any, list[FFNSite], Code | None]:
-    """A float32 model with the weights of ``dense``, its FFNs, and the modelling code that its folder needs.
-
-    ``dense`` is left as it is.
-
-    Args:
-        activation: of :data:`torch_pi2.training.settings.ACTIVATIONS`.
+    """A float32 copy of ``dense`` with ``activation``, its FFNs, and the modelling code that its folder needs.
 
     Raises:
         UnsupportedModelError: a layer of experts; an activation that config.json does not name; with ``drelu`` an FFN
@@ -68,7 +63,7 @@ def _sites(kind: Any, config: Any) -> list[FFNSite]:
 
 
 def _name_relu(config: Any) -> list[str]:
-    """Set the activation of FFNs in ``config`` to ReLU; returns the names of the fields."""
+    """Set the FFN activation in ``config`` to ReLU; returns the names of the changed fields."""
     text = config.get_text_config()
     named = [name for name in _ACTIVATION_FIELDS if isinstance(getattr(text, name, None), str)]
     for name in named:
@@ -138,7 +133,7 @@ class DReLU{model}({model}):
 
 @dataclass(frozen=True)
 class Code:
-    """Modelling code: the file to write beside the weights, the class that it defines, and its configuration."""
+    """Modelling code to write beside the weights, the class that it defines, and its configuration."""
 
     file_name: str
     text: str
@@ -150,8 +145,8 @@ def drelu_code(dense: Any, sites: Sequence[FFNSite]) -> Code:
     """Modelling code for ``dense`` with dReLU in the FFNs ``sites``.
 
     Raises:
-        UnsupportedModelError: its class is not of transformers, or an FFN has other parts than the linear layers
-            gate_proj, up_proj and down_proj.
+        UnsupportedModelError: its class is not part of transformers, or an FFN has other linear layers than gate_proj,
+            up_proj and down_proj.
     """
     kind, config_kind = type(dense), type(dense.config)
     owners = {type(dense.get_submodule(site.owner)) for site in sites}
@@ -206,7 +201,7 @@ def _refused(kind: type, found: str) -> UnsupportedModelError:
 
 
 def _module(text: str) -> Any:
-    """Run ``text`` as a module, from a file, because transformers reads the source of its models."""
+    """Run ``text`` as a module from a file, because transformers reads its models' source."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{_MODULE}.py"
         path.write_text(text)

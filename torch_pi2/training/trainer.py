@@ -1,8 +1,8 @@
 """Hugging Face's Trainer with a penalty that makes zeros, and a controller of its weight.
 
-The controller takes the place of ProSparse's schedule by hand (arXiv 2402.13516): every ten steps the weight grows if
-fewer values are zero than aimed at, and shrinks if more are. The aim rises to the target over the first half of the
-steps, so that the model can learn other features before it loses these.
+The controller replaces ProSparse's manual schedule (arXiv 2402.13516): every ten steps the weight grows if fewer values
+are zero than aimed at, and shrinks if more are. The aim rises to the target over the first half of the steps, so that
+the model has time to adapt.
 """
 
 from __future__ import annotations
@@ -29,22 +29,21 @@ from torch_pi2.errors import ConfigError
 from torch_pi2.training.settings import STEER_EVERY, SparsifySettings
 from torch_pi2.training.zeros import Measured, Zeros, measure, next_token_loss
 
-#: What the penalty first adds to the loss, in nats.
+#: The penalty's first contribution to the loss, in nats.
 _FIRST_NATS = 0.1
-#: Largest change of the logarithm of the weight at a time; its gain over the logarithm of the share of non-zeros.
+#: Maximum change of the logarithm of the weight at a time; gain over the logarithm of the share of non-zeros.
 _MOST, _GAIN = 0.25, 2.0
 #: The weight of the penalty stays within this factor of its first value.
 _RANGE = 1e4
-#: Part of the steps over which the aim rises to the target, from half of it or the present share of zeros.
+#: Fraction of the steps over which the aim rises to the target, from half of it or the initial share of zeros.
 _RISE = 0.5
 
 
 @dataclass
 class SparseLoss:
-    """The loss that Trainer calls: on the text, towards the dense model's predictions, and the penalty.
+    """Trainer's loss: on the text, divergence from the dense model's predictions, and ``weight`` times the penalty.
 
     Attributes:
-        weight: of the penalty (:meth:`torch_pi2.training.zeros.Zeros.take`).
         sums: since the last :meth:`means`: loss on the text, divergence, penalty, zeros by layer.
     """
 
@@ -87,7 +86,7 @@ def _divergence(logits_BTV: torch.Tensor, wanted_BTV: torch.Tensor) -> torch.Ten
 class Steering:
     """Callback of Trainer: steers the penalty, measures held-out loss, shows progress.
 
-    Its state after a kill is in the rows of the log, which Trainer keeps in its checkpoints.
+    It resumes from the rows of the log in Trainer's checkpoints.
     """
 
     def __init__(self, loss: SparseLoss, heldout_NT: torch.Tensor, zeros: float, progress: bool) -> None:
@@ -145,8 +144,8 @@ def training_arguments(settings: SparsifySettings, folder: Path, steps: int) -> 
     """Trainer's arguments; made first, because they initialise the processes of ``accelerate launch``.
 
     Raises:
-        LibraryMissingError: transformers or accelerate is not installed. ConfigError: the batch cannot be shared by
-            the processes, or this machine cannot compute in bfloat16.
+        LibraryMissingError: no transformers or accelerate. ConfigError: the batch cannot be shared by the processes, or
+            this machine cannot compute in bfloat16.
     """
     try:
         import accelerate  # noqa: F401 (transformers' own message has no version)
@@ -228,13 +227,13 @@ def train(
     begins: Measured,
     progress: bool = False,
 ) -> list[dict[str, Any]]:
-    """Train ``student`` in place, from its last checkpoint if there is one; the rows of the log.
+    """Train ``student`` in place, from its last checkpoint if there is one; returns the rows of the log.
 
     Args:
         begins: the student before training; sets the first weight of the penalty and the first aim.
 
     Raises:
-        ArtifactError: a checkpoint cannot be written (the disk is full); the last complete one stays.
+        ArtifactError: a checkpoint cannot be written (the disk is full); the last complete one remains.
     """
     from transformers import PrinterCallback, Trainer, TrainerCallback
 
@@ -266,7 +265,7 @@ def train(
 
 
 def _last_checkpoint(folder: Path) -> str | None:
-    """The last complete checkpoint (its state is written last). Incomplete ones are removed."""
+    """The last complete checkpoint (the state is written last). Removes incomplete ones."""
     found = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
     for path in found:
         try:

@@ -1,4 +1,4 @@
-"""Activations of neurons in forward passes: the share of exact zeros, and a penalty on the others."""
+"""Neuron activations in forward passes: the share of exact zeros, and a penalty on the others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch_pi2.base.modules import evaluating
 from torch_pi2.errors import NonFiniteError, UnsupportedModelError
 from torch_pi2.types.site import FFNSite
 
-#: Values below this part of a token's root mean square count as near zero.
+#: Values below this fraction of a token's root mean square count as near zero.
 _SOFT = 0.1
 
 #: Sums a tensor over all processes.
@@ -36,7 +36,6 @@ class Zeros:
             self._hooks.append(down.register_forward_pre_hook(hook))
 
     def remove(self) -> None:
-        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
@@ -44,8 +43,7 @@ class Zeros:
         self._values[layer].append(inputs[0])
 
     def take(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the last pass: the penalty (mean of :func:`_soft_count` over neurons, tokens and layers), and the share of
-        zeros ``[layers]``.
+        """The last pass's penalty (mean of :func:`_soft_count`), and its share of zeros ``[layers]``.
 
         Raises:
             UnsupportedModelError: a ``down`` projection is not computed by calling a module.
@@ -68,10 +66,10 @@ class Zeros:
 
 
 def _soft_count(h: torch.Tensor) -> torch.Tensor:
-    """About 1 for values that are not near zero: ``|h| / (|h| + rms / 10)``, with the rms over the token's values.
+    """``|h| / (|h| + rms / 10)``, with the rms over the token's values: about 1 for values that are not near zero.
 
-    The mean is nearly the share of non-zeros (the potential of Geman and Reynolds, 1992). L1, the mean of ``|h|``,
-    shrinks large values as much as the small ones that become zeros, and costs more at the same share.
+    The mean is nearly the share of non-zeros (the potential of Geman and Reynolds, 1992). L1 shrinks large values as
+    much as the small ones that become zeros, and costs more loss at the same share.
     """
     size = h.float().abs()
     return size / (size + _SOFT * size.detach().square().mean(-1, keepdim=True).sqrt().clamp_min(1e-12))
@@ -79,12 +77,7 @@ def _soft_count(h: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of a model on held-out windows.
-
-    Attributes:
-        nats_per_token: mean negative log likelihood. penalty: see :meth:`Zeros.take`. zeros: share of exact zeros by
-            layer.
-    """
+    """Loss, penalty (:meth:`Zeros.take`) and share of exact zeros by layer on held-out windows."""
 
     nats_per_token: float
     penalty: float
@@ -92,7 +85,6 @@ class Measured:
 
     @property
     def mean_zeros(self) -> float:
-        """Over layers."""
         return sum(self.zeros.values()) / len(self.zeros)
 
 
@@ -113,7 +105,7 @@ def measure(
     """Loss and zeros of ``model``, which has the hooks of ``zeros``, on ``windows_NT``.
 
     Args:
-        part: index of this process, and the number of processes that share the windows. reduce: sums over these.
+        part: rank and number of the processes that share the windows. reduce: sums over them.
 
     Raises:
         NonFiniteError: the loss is NaN or infinite. UnsupportedModelError: as :meth:`Zeros.take`.
