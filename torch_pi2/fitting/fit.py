@@ -1,17 +1,16 @@
 """``fit`` trains one low-rank predictor per FFN and sizes it until the *model's* loss hardly changes.
 
-This follows PowerInfer (arXiv 2312.12456, section 5.1), whose predictors start at a size guessed from sparsity and skew
-and are adjusted until perplexity stays put. The search has two stages:
+This follows PowerInfer (arXiv 2312.12456, section 5.1), which guesses a size from sparsity and skew, and adjusts it
+until perplexity stays put. The search has two stages:
 
-1. *rank*, layer by layer: from that guess up or down for as long as the layer's cost falls at the same recall. The cost
-   is the bytes of the predictor, in int4 as it will run, and of the neurons that it lets through;
-2. *recall*: raised in the layers that hurt the loss most until the whole model is within tolerance, then lowered
-   wherever there is slack.
+1. *rank*, layer by layer: up or down from the guess while the layer's cost falls at the same recall. The cost is the
+   bytes of the predictor, in int4 as it will run, and of the neurons that it predicts active;
+2. *recall*: raised in the layers that hurt the loss most until the whole model is within tolerance, then lowered where
+   there is slack.
 
-``fit_layers`` makes predictors without a search over the model's loss, each from its layer's samples alone:
-:data:`LAYER_FITS` has a function for each such method.
+Three disjoint sets of sequences are used: to fit, to set thresholds, and to measure losses and cards.
 
-Three disjoint sets of sequences are used: one to fit, one to set thresholds, one to measure losses and cards.
+``fit_layers`` makes each predictor from its layer's samples alone, by a method of :data:`LAYER_FITS`.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def cold_neurons(stats: ActivationStats, key: str, hot_frequency: float) -> torc
 
 
 def _check_profiled(model: nn.Module, sites: Sequence[FFNSite], stats: ActivationStats) -> str:
-    """Hash of the weights at ``sites``. Raises StaleArtifactError: ``stats`` belong to other weights."""
+    """The hash of the weights. Raises StaleArtifactError: ``stats`` belong to other weights."""
     model_hash = weights_hash(model, list(sites))
     check_made_from(
         "activation statistics", stats.model_hash, model_hash, "a profile of FFN weights", "Profile this model again."
@@ -78,9 +77,7 @@ def fit(
     work: Path | None = None,
     progress: bool = True,
 ) -> FittedPredictors:
-    """Fit low-rank predictors for the cold neurons of every site.
-
-    The predictors of all experts of a module get the rank of the largest among them.
+    """Fit low-rank predictors for the cold neurons of every site; all experts of a module get the same rank.
 
     Args:
         model, data, tokenizer: as for ``profile``; at least 10 sequences.
@@ -90,8 +87,8 @@ def fit(
         work: folder for samples and intermediate predictors; None: memory. The same call resumes after a kill.
 
     Returns:
-        Predictors with cards measured on the evaluation sequences, and ``report``. Those sequences also steer the
-        search, so quote a loss that was measured on other text (``torch-pi2 eval``).
+        Predictors with cards, and ``report``. The evaluation sequences also steer the search, so quote a loss on other
+        text (``torch-pi2 eval``).
 
     Raises:
         StaleArtifactError: ``stats`` belong to other weights, or ``work`` to another fit.
@@ -136,7 +133,7 @@ def fit(
         dense_loss, _ = loss_in(lambda: None)
 
         def change(predictors: Mapping[str, LowRankRows]) -> tuple[float, float]:
-            # A predicted neuron is computed whatever its gate: thresholds only said which neurons to find.
+            # A predicted neuron is computed whatever its gate: thresholds only decided which neurons to predict.
             loss, skipped = loss_in(lambda: PredictedMaskMode(model, sites, predictors, masked))
             return loss / dense_loss - 1, skipped
 
@@ -165,7 +162,7 @@ def _samples(
     work: Path | None,
     how: Mapping[str, Any],
 ) -> dict[str, Mapping[str, Samples]]:
-    """Name of a set of sequences -> site key -> its samples, of the ``wanted`` number of tokens."""
+    """Set of sequences -> site key -> ``wanted`` number of samples."""
     found: dict[str, Mapping[str, Samples]] = {name: {} for name in sets}
     for name, data in sets.items() if sites else ():
         folder = None if work is None else work / f"samples-{name}"
@@ -176,7 +173,6 @@ def _samples(
 def _report(
     search: Search, settings: FitSettings, result: FittedPredictors, dense_loss: float, tokens: dict[str, int]
 ) -> FitReport:
-    """The report, with a warning if the tolerance was not reached."""
     change, rows = search.loss_change, []
     for layer in search.layers:
         card = result[layer.site.key].card
@@ -234,11 +230,8 @@ def fit_layers(
     """Fit a predictor for each site, one by one, to the given recall.
 
     Args:
-        method: one of :data:`LAYER_FITS`.
-        data: calibration batches. stats: of this model; its thresholds decide which neurons count as firing.
+        method: one of :data:`LAYER_FITS`. data: calibration batches. stats, work: as for :func:`fit`.
         cold: site key -> neurons to predict; sites without any get no predictor.
-        target_recall: of every layer.
-        work: as in :func:`fit`.
 
     Raises:
         StaleArtifactError: ``stats`` belong to other weights. CalibrationError: fewer than two tokens.
@@ -279,7 +272,7 @@ def _fit_signs(model: nn.Module, site: FFNSite, samples: Samples, cold: torch.Te
     return predictor
 
 
-#: Method -> what makes the predictor of a site from the model, the site, its samples, its cold neurons and a recall.
+#: Method -> function of (model, site, samples, cold neurons, target recall).
 LAYER_FITS: dict[str, Callable[[nn.Module, FFNSite, Samples, torch.Tensor, float], AnyPredictor]] = {
     Method.SIGNBIT: _fit_signs
 }

@@ -1,8 +1,8 @@
 """GPTQ chooses the integers and scales of a matrix so that its *outputs* change least on calibration inputs.
 
-Columns are rounded one after the other. The error of each is compensated in those that are not yet rounded, as far as
-their inputs are correlated (Frantar and others, arXiv 2210.17323). Then scales are fitted to their integers, and each
-integer is chosen again with all others fixed; this repeats a few times. The format is that of rounding to nearest.
+Columns are rounded one after the other. The columns not yet rounded compensate the error of each, as far as their
+inputs are correlated (Frantar and others, arXiv 2210.17323). Then scales are fitted to their integers, and each integer
+is chosen again with all others fixed. The format is that of rounding to nearest.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from torch_pi2.errors import NonFiniteError
 from torch_pi2.formats import GROUP
 from torch_pi2.ops.quantize import integers, pack
 
-#: Share of the mean square of all inputs that is added to that of each: calibration text does not show everything.
+#: Share of the mean square of all inputs that is added to that of each, for inputs that calibration text lacks.
 DAMPING = 0.01
-#: How often scales and integers are refined.
+#: Number of refinements of scales and integers.
 SWEEPS = 1
-#: int4: integers that the value of largest magnitude of a group may map to, around both ends of -8 to 7.
+#: int4: candidates for the integer of a group's value of largest magnitude, around both ends of -8 to 7.
 _ENDS_INT4 = tuple(end / share for end in (-8.0, 7.0) for share in (1.1, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7))
 _ENDS = {"int4": _ENDS_INT4, "int8": (127.0,)}
-#: Columns whose errors are passed on to later blocks at once; rows that are solved at a time.
+#: Columns whose errors are passed on to later blocks at once; rows solved at a time.
 _BLOCK, _ROWS = 4 * GROUP, 1024
 
 
 class Moments:
-    """Sums over the inputs ``x`` of a matrix, which say how much an error in it costs.
+    """Sums over the inputs ``x`` of a matrix.
 
     Attributes:
         tokens: number of inputs. squares_KK: float32, sum of ``x x^T``. drift_KK: sum of ``(y - x) x^T``, where y is
@@ -59,8 +59,7 @@ class Solved(NamedTuple):
 class Grid:
     """The numbers that a format can store: integers times a scale for each group of columns.
 
-    This one is int4 and int8 as in stores, with an independent float16 scale for each 32 columns. Subclasses have other
-    numbers.
+    This one is int4 and int8 as in stores, with a float16 scale for each 32 columns.
 
     Attributes:
         size: columns of a group; 0: all columns.
@@ -72,7 +71,7 @@ class Grid:
         self.weights = weights
 
     def start(self, w_NK: torch.Tensor) -> Any:
-        """What the scales of these rows share, computed before anything is rounded."""
+        """The ``common`` argument of the other methods: what the scales of these rows share."""
 
     def scales(self, w_Nk: torch.Tensor, counts_k: torch.Tensor, common: Any, group: int) -> torch.Tensor:
         """``[N, 1]`` scales of a group; ``counts_k``: weight of each column's error."""
@@ -90,13 +89,13 @@ class Grid:
 class Solver:
     """Quantises matrices whose inputs have the given ``moments``, which are factored once for all matrices.
 
-    It minimises the sum of ``(w y - w' x)^2`` over tokens and outputs. x is the input that the quantised layers before
-    this one compute and y that of the float model, so errors of earlier layers are compensated as well (Li and others,
-    arXiv 2504.02692). The same inputs and number of threads give the same bytes. Memory is at most about 23 K^2 bytes,
-    moments included: 4.7 GB for the down matrices of a model of 7 billion weights.
+    It minimises the sum of ``(w y - w' x)^2`` over tokens and outputs, where x comes from the quantised layers before
+    this one and y from the float model, so errors of earlier layers are compensated as well (Li and others, arXiv
+    2504.02692). The same inputs and number of threads give the same bytes. Memory is at most about 23 K^2 bytes with
+    moments: 4.7 GB for the down matrices of a 7B model.
 
     Args:
-        what: name of the layer, for messages. weights: ``int4`` or ``int8``, or another grid.
+        what: name of the layer, for messages. weights: ``int4`` or ``int8``, or a grid.
         by_column: groups of 32 run along N within a column, as in neurons' down rows; else along K within a row.
         damping: see :data:`DAMPING`; raise it if there are few tokens for the number of columns.
 
@@ -132,7 +131,7 @@ class Solver:
         torch.linalg.cholesky(work_KK, upper=True, out=work_KK)
         self._factor_KK = work_KK.to(torch.float32, memory_format=torch.contiguous_format)
         del work_KK
-        # Shrunk if there are few tokens for the number of columns: then it is mostly noise.
+        # Shrunk, since it is mostly noise if there are few tokens for the number of columns.
         drift_KK = _in_order(F.pad(moments.drift_KK, (0, more, 0, more)), self._order)
         drift_KK.div_(moments.tokens + len(moments.drift_KK))
         for rows_k in drift_KK.split(_ROWS):
@@ -149,17 +148,14 @@ class Solver:
             )
 
     def _largest_first(self, squares_K: torch.Tensor) -> torch.Tensor:
-        """Columns by the size of their inputs, descending; whole groups stay together if they run along K."""
+        """Columns by the size of their inputs, descending; groups along K stay together."""
         if self._by_column or not self._grid.size:
             return torch.argsort(squares_K, descending=True, stable=True)
         first_G = torch.argsort(squares_K.unflatten(0, (-1, self._size)).sum(1), descending=True, stable=True)
         return (first_G[:, None] * self._size + torch.arange(self._size)).flatten()
 
     def solve(self, w_NK: torch.Tensor) -> Solved:
-        """Quantise ``w_NK`` (float32, bfloat16 or float16) to ``int4`` or ``int8``.
-
-        Raises NonFiniteError: scales that float16 cannot hold.
-        """
+        """Quantise ``w_NK`` of any float dtype to ``int4`` or ``int8``. Raises NonFiniteError: a scale overflows."""
         n, k = w_NK.shape
         values_NK, scale_NK = self.solve_values(w_NK)
         by_group = (values_NK.T, scale_NK.T) if self._by_column else (values_NK, scale_NK)
@@ -195,7 +191,7 @@ class Solver:
         return int(self._order[k]) // self._size
 
     def _round(self, w_NK: torch.Tensor, common: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Integers and scales; the error of each column is passed on to the later ones of ``w_NK``."""
+        """Integers and scales; passes the error of each column on to the later ones of ``w_NK``."""
         factor_KK, count = self._factor_KK, w_NK.shape[1]
         q_NK, scale_NK = torch.empty_like(w_NK), torch.empty_like(w_NK)
         for first in range(0, count, _BLOCK):
@@ -247,7 +243,6 @@ class Solver:
 
 
 def _in_order(matrix_KK: torch.Tensor, order_K: torch.Tensor) -> torch.Tensor:
-    """Rows and columns, permuted."""
     return matrix_KK[order_K[:, None], order_K]
 
 
@@ -257,10 +252,9 @@ def _sums_of_groups(v_N: torch.Tensor) -> torch.Tensor:
 
 
 def best_scales(w_Nk: torch.Tensor, weights: str, counts_k: torch.Tensor | None = None) -> torch.Tensor:
-    """``[N, 1]``: for each group of 32, the scale with the smallest squared error among a few float16 candidates.
+    """``[N, 1]``: for each group of 32, the float16 candidate with the smallest squared error.
 
-    Args:
-        counts_k: ``[32]``, weight of each column's error; None: all equal.
+    ``counts_k``: ``[32]``, weight of each column's error; None: all equal.
     """
     ends_E = torch.tensor(_ENDS[weights])
     extreme_N1 = w_Nk.gather(1, w_Nk.abs().argmax(1, keepdim=True)) + 0.0  # -0.0 becomes 0.0

@@ -1,8 +1,8 @@
 """GPTQ for all linear layers of a model, each with the inputs that the quantised layers before it compute.
 
 The model runs once, on all tokens in one call. The batch has every sequence twice: the first half is computed with
-float weights, the second with quantised ones. Each layer is quantised (:mod:`torch_pi2.fitting.gptq`) when it is first
-called, in whatever order the model calls its layers, and uses its quantised rows for the second half from then on.
+float weights, the second with quantised ones. Each layer is quantised (:mod:`torch_pi2.fitting.gptq`) at its first
+call, and uses the quantised rows for the second half.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from torch_pi2.types.site import FFNSite, FFNWeights
 
 _log = logging.getLogger("torch_pi2")
 
-#: Bytes that activations may take; tokens beyond that are left out.
+#: Maximum bytes of activations; sequences beyond that are left out.
 _MOST_BYTES = 2 << 30
-#: Tensors of a layer's width that are alive at a time: gate, up, their product and its factors.
+#: Tensors of a layer's width that are alive together: gate, up, their product and its factors.
 _AT_A_TIME = 4
 
 
@@ -37,7 +37,7 @@ ROLES = ("gate", "up", "down")
 
 
 def neuron_key(site: FFNSite, role: str) -> str:
-    """Key of the rows of a site's ``gate``, ``up`` or ``down``: one row per neuron, in model order."""
+    """Key of a site's ``gate``, ``up`` or ``down`` rows, one per neuron in model order."""
     return f"{site.key}.{role}"
 
 
@@ -66,14 +66,14 @@ def calibrated_rows(
 ) -> dict[str, str]:
     """Pass the rows of ``sites`` (:func:`neuron_key`) and ``linears`` (``NAME.weight``) to ``keep``, by key.
 
-    The model itself does not change. Sequences whose activations would take more than 2 GiB are left out, with a
-    warning. A module that is called more than once is quantised for the inputs of its first call.
+    The model does not change. Sequences whose activations would take more than 2 GiB are left out, with a warning. A
+    module that is called more than once is quantised for the inputs of its first call.
 
     Args:
         data: batches of token ids. linears: names of modules. weights: ``int4`` or ``int8``.
 
     Returns:
-        Key -> reason, of matrices that cannot be calibrated and were not passed to ``keep``.
+        Key -> reason, for matrices that cannot be calibrated and were not passed to ``keep``.
 
     Raises:
         CalibrationError: batches without token ids. NonFiniteError: inputs of a layer with NaN or infinity.
@@ -109,7 +109,7 @@ def calibrated_rows(
 def _slices(
     model: nn.Module, sites: Sequence[FFNSite], linears: Collection[str]
 ) -> tuple[dict[str, list[_Slice]], dict[str, str]]:
-    """Module -> slices of its weight to quantise; key -> reason, of matrices that no module computes alone."""
+    """Module -> slices of its weight to quantise; key -> reason, for matrices that no module computes alone."""
     slices = {name: [_Slice(f"{name}.weight", slice(None), False)] for name in linears}
     uncalibrated: dict[str, str] = {}
     for site in sites:
@@ -129,7 +129,7 @@ def _slices(
 
 
 def _one_batch(model: nn.Module, data: Sequence[Batch], names: Collection[str]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids of as many sequences as fit in memory, and a mask that is False for padding. Raises CalibrationError."""
+    """Ids of as many sequences as fit in memory, and a mask that is False for padding."""
     ids: list[torch.Tensor] = []
     for batch in data:
         if batch.input_ids is None or batch.args or batch.kwargs:
@@ -159,11 +159,7 @@ def _token_bytes(model: nn.Module, names: Collection[str]) -> int:
 
 
 class _Run:
-    """Hooks that quantise layers while the model runs. The first half of every input is the float model's.
-
-    Attributes:
-        waiting: modules that were not called yet.
-    """
+    """Hooks that quantise layers while the model runs. ``waiting``: modules that were not called yet."""
 
     def __init__(
         self,
@@ -250,7 +246,7 @@ class _Run:
     def _solve_expert(
         self, site: FFNSite, weights: FFNWeights, x_TH: torch.Tensor, tokens: torch.Tensor
     ) -> torch.Tensor:
-        """Quantise an expert; its outputs for the given tokens of the second half, ``[N, H]`` float32."""
+        """Quantise an expert; returns its outputs for ``tokens`` of the second half, ``[N, H]`` float32."""
         half = len(self._real_T)
         x_NH, float_NH, real_N = x_TH[tokens], x_TH[tokens - half], self._real_T[tokens - half]
         if int(real_N.sum()) < MIN_TOKENS:
@@ -302,7 +298,7 @@ class _Run:
         return solvers[by_column]
 
     def _check_same(self, name: str, float_TK: torch.Tensor, x_TK: torch.Tensor) -> None:
-        """Both halves must be equal before anything is rounded, unless the model mixes sequences."""
+        """Raises UnsupportedModelError: the halves differ before anything is rounded, as sequences are mixed."""
         if not self._started and bool((float_TK - x_TK).float().norm() > 1e-2 * x_TK.float().norm()):
             raise UnsupportedModelError(
                 f"input of {name}",
@@ -314,7 +310,7 @@ class _Run:
 
 
 def warn_rounded(uncalibrated: Mapping[str, str]) -> None:
-    """Warn which matrices :func:`calibrated_rows` left to rounding to nearest, and why."""
+    """Warn which matrices :func:`calibrated_rows` left to round-to-nearest, and why."""
     for why in dict.fromkeys(uncalibrated.values()):
         keys = [key for key, reason in uncalibrated.items() if reason == why]
         more = f" and {len(keys) - 3} others" if len(keys) > 3 else ""

@@ -1,4 +1,4 @@
-"""The loss that predictors must hardly change."""
+"""Losses of a model, and divergences from the dense model."""
 
 from __future__ import annotations
 
@@ -56,13 +56,9 @@ def _ids_and_logits(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch
 def divergences(
     model: nn.Module, data: Sequence[Batch], contexts: Sequence[AbstractContextManager[Any]], *, progress: bool = False
 ) -> list[float]:
-    """How far the model inside each of ``contexts`` is from the model outside.
+    """Kullback-Leibler divergence of next-token distributions inside each of ``contexts`` from those outside.
 
-    Returns:
-        Kullback-Leibler divergences of the next token's distribution, in nats, means over the real tokens of ``data``.
-
-    Raises:
-        CalibrationError: as :func:`causal_lm_loss`.
+    In nats, mean over the real tokens of ``data``. Raises CalibrationError as :func:`causal_lm_loss`.
     """
     sums, count = [0.0] * len(contexts), 0
     with evaluating(model), letting_go(model):
@@ -82,7 +78,7 @@ def divergences(
 
 
 def mean_loss(model: nn.Module, data: Sequence[Batch], loss_fn: LossFn, context: Any) -> tuple[float, float]:
-    """Mean loss over ``data`` inside ``context``, and the share of cold pairs skipped (nan if unknown)."""
+    """Mean loss over ``data`` inside ``context``, and the share of skipped cold pairs (nan if unknown)."""
     with evaluating(model), letting_go(model), nullcontext() if context is None else context:
         parts = [loss_fn(model, batch) for batch in data]
     total, count = sum(part for part, _ in parts), sum(n for _, n in parts)

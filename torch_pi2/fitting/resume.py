@@ -1,4 +1,4 @@
-"""What a fit has computed so far, in memory or in a work folder from which the same fit resumes after a kill."""
+"""Intermediate results of a fit, in memory or in a work folder from which it resumes after a kill."""
 
 from __future__ import annotations
 
@@ -17,39 +17,32 @@ from torch_pi2.predict.file import read_threshold_and_card
 from torch_pi2.predict.lowrank import LowRankRows
 
 _FORMAT = ("torch_pi2.fitting", 1)
-#: What the fit in a work folder is made from.
+#: Inputs of the fit in a work folder.
 _SETTINGS_FILE = "begun.json"
 
 
 class PredictorCache:
-    """Predictors of one layer, in memory: trained ones by rank and steps, calibrated ones by recall too."""
+    """Predictors of one layer in memory, by rank, steps, and recall (None: not calibrated)."""
 
     def __init__(self) -> None:
         self._predictors: dict[tuple[int, int, float | None], LowRankRows] = {}
 
     def find(self, rank: int, steps: int, recall: float | None) -> LowRankRows | None:
-        """The predictor that was put here, if any; recall None: not calibrated."""
         return self._predictors.get((rank, steps, recall))
 
     def put(self, predictor: LowRankRows, steps: int, recall: float | None) -> LowRankRows:
-        """Raises ArtifactError: it cannot be written."""
         self._predictors[predictor.rank, steps, recall] = predictor
         return predictor
 
 
 class PredictorFiles(PredictorCache):
-    """The same in files of ``folder``, so that predictors take no memory: matrices, and calibrations of them.
-
-    Args:
-        hidden: H of the layer.
-    """
+    """Predictors of a layer of width ``hidden`` in files: matrices, and thresholds and cards by recall."""
 
     def __init__(self, folder: Path, hidden: int) -> None:
         super().__init__()
         self._folder, self._hidden = folder, hidden
 
     def find(self, rank: int, steps: int, recall: float | None) -> LowRankRows | None:
-        """Raises ArtifactError: a file is damaged."""
         path, calibration = (self._folder / _name(rank, steps, found) for found in (None, recall))
         if not path.exists() or not calibration.exists():
             return None
@@ -71,7 +64,7 @@ class PredictorFiles(PredictorCache):
 
 
 class Losses:
-    """Losses of the model in the order in which a search asks for them. Those in ``folder`` are not measured again."""
+    """Losses of the model in the order of the search. Those in ``folder`` are not measured again."""
 
     def __init__(self, folder: Path | None) -> None:
         self._path = None if folder is None else folder / "losses.json"
@@ -83,7 +76,7 @@ class Losses:
                 self._losses.append((loss.number(-MOST), math.nan if share.value is None else share.number()))
 
     def next(self, measure: Callable[[], tuple[float, float]]) -> tuple[float, float]:
-        """The next loss, and the share of pairs that were skipped (nan if unknown)."""
+        """The next loss, and the share of skipped pairs (nan if unknown)."""
         if self._next == len(self._losses):
             self._losses.append(measure())
             if self._path is not None:

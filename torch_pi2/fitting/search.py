@@ -24,16 +24,16 @@ _HIGHEST_RECALL = 0.999
 
 @dataclass(frozen=True)
 class FitSettings(Config):
-    """The settings of :class:`Config` that concern fitting, and how far the search goes.
+    """:class:`Config` with the settings of the search.
 
     Attributes:
         margin: share of the tolerance that the search may use; the rest is reserved for text unlike the calibration
             data (on the trained dReLU model the change on other files was up to 1.25 times that measured here).
-        weight_bits: bits of one FFN weight, to weigh the bytes of neurons against those of predictors.
-        n_tokens: training samples per layer; eval_tokens: upper bound on evaluation tokens.
+        weight_bits: bits per FFN weight, to compare the bytes of neurons with those of predictors.
+        n_tokens: training samples per layer; eval_tokens: maximum number of evaluation tokens.
         steps: optimiser steps per training.
-        max_rounds: bound on evaluations of the whole model with all predictors. A round that looks for the worst
-            layer also evaluates every layer alone.
+        max_rounds: maximum number of evaluations with all predictors. A round that looks for the worst layer also
+            evaluates every layer alone.
     """
 
     margin: float = limited(0, 1, above=True, default=0.5)
@@ -45,9 +45,9 @@ class FitSettings(Config):
 
 
 def initial_rank(site: FFNSite, active_share: float, skew: float) -> int:
-    """Where the search starts: a larger rank for dense layers, a smaller one for skewed layers (PowerInfer).
+    """The rank at which the search starts: larger for dense layers, smaller for skewed ones (PowerInfer).
 
-    A quarter of the hidden size where a tenth of the neurons fire, at most half of it; a multiple of an int4 group, or
+    A quarter of the hidden size if a tenth of the neurons fire, at most half of it; a multiple of an int4 group, or
     below one a multiple of 8.
     """
     rank = site.hidden / 4 * math.sqrt(active_share / 0.1) * (1.25 - skew)
@@ -56,7 +56,7 @@ def initial_rank(site: FFNSite, active_share: float, skew: float) -> int:
 
 
 def read_bytes(predictor: LowRankRows, cold: int) -> float:
-    """Bytes that a token reads of a predictor whose layer keeps it for ``cold`` neurons only."""
+    """Bytes that a token reads of a predictor for ``cold`` neurons."""
     share = {name: cold / len(tensor) if name in PER_NEURON else 1.0 for name, tensor in predictor.tensors().items()}
     return sum(tensor.nbytes * share[name] for name, tensor in predictor.tensors().items())
 
@@ -78,8 +78,8 @@ class Search:
     """The search over ``layers``, which hold its state.
 
     Args:
-        change: predictors -> relative increase of the model's loss with them (0.01: 1 %), and the share of cold
-            (token, neuron) pairs that they skip.
+        change: predictors -> relative increase of the model's loss (0.01: 1 %), and skipped share of cold (token,
+            neuron) pairs.
         advance: called after each step, for a progress bar.
 
     Attributes:
@@ -98,7 +98,6 @@ class Search:
         self._allowed = settings.tolerance * settings.margin
 
     def run(self) -> None:
-        """Ranks first, then recalls."""
         self._choose_ranks(self.layers, self._advance)
         if self.layers:
             self.loss_change = self._evaluate("start")
@@ -107,7 +106,7 @@ class Search:
             self._shrink()
 
     def predictor(self, layer: Layer, rank: int, *, probe: bool = False) -> LowRankRows:
-        """A trained predictor, calibrated to the layer's recall, made once. A probe is trained for fewer steps."""
+        """The cached predictor, calibrated to the layer's recall. A probe is trained for fewer steps."""
         steps, site, cache = self._settings.steps, layer.site, layer.cache
         steps = max(1, steps // 4) if probe else steps
         predictor = cache.find(rank, steps, layer.recall)
@@ -125,29 +124,24 @@ class Search:
         return layer.cache.put(LowRankRows.fitted(*matrices), steps, None)
 
     def _with_activations(self, predictor: LowRankRows) -> LowRankRows:
-        """``predictor``, set to round its inputs as the layer will."""
         predictor.int8_activations = self._settings.activations == "int8"
         return predictor
 
     def cost(self, layer: Layer, rank: int, *, probe: bool = False) -> float:
-        """Bytes that a token reads, of predictor and neurons, as a share of the dense FFN's."""
+        """Bytes of predictor and neurons that a token reads, relative to the dense FFN's."""
         predictor, site, cold = self.predictor(layer, rank, probe=probe), layer.site, len(layer.cold)
         assert predictor.card is not None
         dense = site.rows_per_neuron * site.hidden * site.intermediate * self._settings.weight_bits / 8
         return read_bytes(predictor, cold) / dense + predictor.card.predicted_active * cold / site.intermediate
 
     def _choose_ranks(self, layers: Sequence[Layer], advance: Callable[[], object] = lambda: None) -> None:
-        """Choose the rank of each layer, and train its predictor."""
         for layer in layers:
             self.choose_rank(layer)
             self.predictor(layer, layer.rank)
             advance()
 
     def choose_rank(self, layer: Layer) -> None:
-        """Double the rank while that makes the layer cheaper; if it never does, halve it while that does.
-
-        Probes estimate the cost of a rank.
-        """
+        """Double the rank while probes find that cheaper; if they never do, halve it while that is cheaper."""
         best, lowest = layer.rank, self.cost(layer, layer.rank, probe=True)
         for factor in (2.0, 0.5):
             moved = False
@@ -201,7 +195,7 @@ class Search:
                 candidates.append(layer)
 
     def _lower(self, layers: Sequence[Layer], step: str) -> bool:
-        """Lower their recall if that is cheaper and within tolerance. Returns whether it was done."""
+        """Lower the recall of ``layers`` if that is cheaper and within tolerance; returns whether it was."""
         before = [(y.rank, y.recall) for y in self.layers]
         cost = sum(self.cost(y, y.rank) for y in layers)
         for y in layers:

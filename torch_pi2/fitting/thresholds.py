@@ -1,13 +1,12 @@
-"""Thresholds for layers without exact zeros, below which neurons are skipped, and the scores they are compared with.
+"""Thresholds on scores of neurons, below which layers without exact zeros skip them.
 
 With ``sparsity`` every layer skips the same share (CATS, arXiv 2404.08763). With ``max_loss`` a budget of loss is
 divided among the layers (:class:`Scored`).
 
-A neuron adds ``act(gate) * up * down row``, of which only the gate is known before the other rows are read. CATS
-compares ``|act(gate)|``, so a neuron whose down row is ten times as long counts no more. That length is known
-beforehand, and the usual size of up follows from calibration text (WINA, arXiv 2505.19427, weights the
-inputs of matrices likewise). The other scores multiply ``|act(gate)|`` by both, so that they compare what neurons
-contribute to the layer's output.
+A neuron adds ``act(gate) * up * down row``, and only the gate is known before the other rows are read. CATS compares
+``|act(gate)|``, whatever the length of the down row. That length is known beforehand, and calibration text shows the
+usual size of up (WINA, arXiv 2505.19427, weights the inputs of matrices likewise). The other scores multiply
+``|act(gate)|`` by both, which approximates a neuron's contribution to the layer's output.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ from torch_pi2.types.stats import LossCurve, LossPoint
 
 _log = logging.getLogger("torch_pi2")
 
-#: Tokens on which up is measured; smallest scale of a neuron, over the layer's mean, so that thresholds stay finite.
+#: Tokens on which up is measured; minimum scale relative to the layer's mean, so that thresholds stay finite.
 _TOKENS, _LEAST = 8192, 1e-4
-#: Shares at which a layer's error is measured; the share at which the model is run; calibration tokens for both.
+#: Shares at which a layer's error is measured; the share at which the model runs; calibration tokens for both.
 _SHARES, _MODEL_SHARE = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95), 0.6
 _ALLOCATION_TOKENS = 2048
 #: Shares of neurons at which the loss curve is measured; bisections of the step that crosses the budget.
@@ -57,12 +56,8 @@ Cuts = Mapping[str, float | torch.Tensor]
 def score_scales(
     model: nn.Module, data: list[Batch], sites: Sequence[FFNSite], score: str, *, progress: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Site key -> ``[I]`` float32, with a mean of 1 over the layer's neurons; none for ``gate``.
-
-    Args:
-        sites: as returned by :func:`read_first`.
-        score: ``gate``: 1; ``output`` and ``up``: norm of the down row times the root mean square of the second factor
-            on ``data``.
+    """Site key -> ``[I]`` float32 with mean 1: the norm of the down row times the root mean square of the second factor
+    on ``data``; empty for the score ``gate``. ``sites``: from :func:`read_first`.
 
     Raises:
         ConfigError: a score other than ``gate`` for experts, whose operator has one threshold per expert.
@@ -103,7 +98,7 @@ def score_scales(
 
 
 def read_first(site: FFNSite, score: str) -> FFNSite:
-    """The layer with the matrix first that ``score`` reads; a layer with exact zeros is unchanged."""
+    """``site`` with the matrix first that ``score`` reads; unchanged if it has exact zeros."""
     swaps = score == "up" and site.gated and not site.activation_on_up and not exact_zeros(site.activation)
     return site.swapped() if swaps else site
 
@@ -115,11 +110,10 @@ def masked(model: nn.Module, sites: Sequence[FFNSite], cuts: Cuts) -> PredictedM
 
 @dataclass(frozen=True)
 class Thresholds:
-    """The chosen thresholds, and how they were chosen.
+    """Thresholds (``cuts``) by site key.
 
     Attributes:
-        sites: with the matrix first that their score reads. cuts: site key -> threshold on its score.
-        scales: see :func:`score_scales`.
+        sites: with the matrix first that their score reads. scales: see :func:`score_scales`.
         made_by: ``score``; with a loss budget the fields of a :class:`~torch_pi2.types.stats.LossCurve`.
     """
 
@@ -129,12 +123,12 @@ class Thresholds:
     made_by: dict[str, Any] = field(default_factory=dict)
 
     def masked(self, model: nn.Module) -> PredictedMaskMode:
-        """A context inside which ``model`` skips neurons whose scores are not above their thresholds."""
+        """:func:`masked` by these thresholds."""
         return masked(model, self.sites, _cuts_on_outputs(self.cuts, self.scales))
 
 
 def _cuts_on_outputs(cuts: Mapping[str, float], scales: Mapping[str, torch.Tensor]) -> Cuts:
-    """Cuts on the outputs of first matrices that equal ``cuts`` on scores."""
+    """``cuts`` on scores as cuts on the outputs of first matrices."""
     return {key: cut / scales[key] if key in scales else cut for key, cut in cuts.items()}
 
 
@@ -165,7 +159,7 @@ class _Score:
 
 
 def _score_names(config: Config, sites: Sequence[FFNSite]) -> tuple[str, ...]:
-    """The scores that ``config.score`` stands for: experts have one threshold, and predictors learn up less well."""
+    """The scores of ``config.score``; for ``auto``: experts have one threshold, and predictors learn up less well."""
     if config.score != "auto":
         return (config.score,)
     if any(site.experts for site in sites):
@@ -321,7 +315,6 @@ def choose_thresholds(
 
 
 def _check_next_token_logits(model: nn.Module, batch: Batch, config: Config) -> None:
-    """Raises CalibrationError: ``model`` gives no next-token logits, which layers and scores are compared by."""
     try:
         divergences(model, [batch], [])
     except CalibrationError as error:

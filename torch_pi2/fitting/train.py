@@ -1,6 +1,6 @@
 """Trains and calibrates one predictor on samples of one layer; measures its card on other samples.
 
-The start is random: after enough steps a start from an SVD of gate and up, or from rows of the gate, was no better.
+Initialisation is random: an SVD of gate and up, or rows of the gate, were no better after enough steps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch_pi2.profiling.samples import Samples
 from torch_pi2.types.method import Predictor, PredictorCard
 from torch_pi2.types.site import FFNSite, FFNWeights
 
-#: Fewest tokens to train on; tokens of a batch; highest learning rate.
+#: Minimum tokens to train on; tokens per batch; peak learning rate.
 MIN_SAMPLES, _BATCH, _RATE = 64, 256, 1e-2
 
 P = TypeVar("P", bound=Predictor)
@@ -34,12 +34,11 @@ def train_matrices(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Fit ``b relu(a x) + bias`` to which neurons fire.
 
-    Loss: binary cross-entropy with Deja Vu's element weights, 1 where a neuron fires and
-    ``w = mean(fired) + 0.005`` where not, so that a miss costs more than a false alarm. AdamW, warm-up
-    and cosine, deterministic for a seed and thread count.
+    Loss: binary cross-entropy with Deja Vu's element weights, 1 where a neuron fires and ``w = mean(fired) + 0.005``
+    elsewhere, so that a miss costs more than a false alarm. AdamW, warm-up and cosine, deterministic for a seed and
+    thread count.
 
     Args:
-        samples: tokens to fit to.
         rank: r. steps: of the optimiser; batches are drawn by epoch without replacement.
         neurons: int64 indices to fit (the cold ones); all others are always predicted active. None: all.
 
@@ -84,7 +83,6 @@ def train_matrices(
         warm = max(1, steps // 10)
 
         def rate(step: int) -> float:
-            """Linear warm-up, then half a cosine to zero."""
             return min(1.0, (step + 1) / warm) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
         schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, rate)
@@ -115,13 +113,10 @@ def calibrate(
     neurons: torch.Tensor | None = None,
     weights: FFNWeights | None = None,
 ) -> P:
-    """A copy of ``predictor`` with the highest threshold that reaches ``target_recall``, and its card.
-
-    Done after quantisation and on tokens the predictor was not fitted to, so the card describes the stored
-    predictor. There is one threshold per layer.
+    """A copy of ``predictor`` with the highest threshold that reaches ``target_recall`` on ``held_back``, and its card.
 
     Args:
-        neurons: those that are predicted (the cold ones); None: all. weights: with them the card has ``mass_recall``.
+        neurons: the predicted (cold) ones; None: all. weights: with them the card has ``mass_recall``.
 
     Raises:
         ConfigError: target_recall outside (0, 1]. CalibrationError: no held-back tokens.
@@ -133,7 +128,7 @@ def calibrate(
     index = torch.arange(held_back.intermediate) if neurons is None else neurons.long()
     score_NC, fired_NC = _scores(predictor, held_back, index), held_back.fired()[:, index]
     hit = score_NC[fired_NC]
-    # Without a single firing neuron nothing need be predicted: a threshold above every score.
+    # Without a single firing neuron, a threshold above every score.
     if len(hit):
         threshold = float(hit.kthvalue(len(hit) - math.ceil(target_recall * len(hit)) + 1).values)
     else:
@@ -152,11 +147,10 @@ def measure(
     neurons: torch.Tensor | None = None,
     weights: FFNWeights | None = None,
 ) -> PredictorCard:
-    """The quality of ``predictor`` on ``held_back`` tokens, restricted to ``neurons`` (the cold ones) if given.
+    """The quality of ``predictor`` on ``held_back`` tokens, for ``neurons`` (the cold ones; None: all).
 
-    Args:
-        weights: of the layer. With them ``mass_recall`` is measured too: the share of ``sum |h_i| * ||down_i||`` that
-            predicted neurons carry (missing a tiny activation costs little).
+    With the layer's ``weights``, ``mass_recall`` too: the share of ``sum |h_i| * ||down_i||`` in predicted neurons
+    (missing a tiny activation costs little).
     """
     index = torch.arange(held_back.intermediate) if neurons is None else neurons.long()
     score_NC, fired_NC = _scores(predictor, held_back, index), held_back.fired()[:, index]
@@ -172,7 +166,6 @@ def _card(
     index: torch.Tensor,
     weights: FFNWeights | None,
 ) -> PredictorCard:
-    """The card of ``predictor``, whose scores of the neurons ``index`` are ``score_NC``."""
     active_NC = score_NC >= predictor.threshold
     both = float((active_NC & fired_NC).sum())
     fired, active = float(fired_NC.sum()), float(active_NC.sum())
