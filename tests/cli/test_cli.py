@@ -199,7 +199,7 @@ def test_guesses_from_the_prompt_change_no_text(command, made) -> None:
     assert 0 < guessed["drafts"]["accepted"] <= guessed["drafts"]["drafted"]
     assert guessed["drafts"]["passes"] <= len(guessed["sequences_by_step"])
     assert " drafted tokens accepted]" in command(*argv, "--prompt-lookup", "4").out
-    eight = "expected 0 to 7, found 8"
+    eight = "argument --prompt-lookup: expected at most 7, found 8"
     both = "--prompt-lookup with --temperature 1: expected one of them"
     for option, message in ((["--prompt-lookup", "8"], eight), (["--temperature", "1"], both)):
         assert message in command(*argv, "--prompt-lookup", "4", *option, ok=False).err

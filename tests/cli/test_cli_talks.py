@@ -77,13 +77,10 @@ def test_a_talk_through_a_pipe(talk: Any, folder: Path) -> None:
 
 
 def test_what_can_be_typed_besides(talk: Any) -> None:
-    ran = talk("/stats\n/nothing\n/budget\n/budget 1GB\n/reset\n\n")
+    ran = talk("/stats\n/nothing\n/reset\n\n")
     assert ran.out.strip() == ""
     assert "no answer yet" in ran.err
     assert "/nothing is not known" in ran.err
-    assert "expected a size, as in /budget 2GB" in ran.err
-    assert "the budget is now" not in ran.err  # as it could not be
-    assert "expected a model over a neuron store, found one in memory" in ran.err
     assert talk("/EXIT now\nnever read\n").out.strip() == ""
     assert [said["content"] for said in talk("a\\\n b\\", "--json").json["messages"][:1]] == ["a\n b"]
     full = talk("def main(\n" + "x " * 60 + "\n", "--max-tokens", "30")
@@ -92,18 +89,6 @@ def test_what_can_be_typed_besides(talk: Any) -> None:
     assert "Begin another (/reset), or make room for more tokens (--max-tokens)." in full.err
     assert "(cut after 9 tokens: --max-new-tokens" in full.err
     assert talk("   \n").out.strip() == ""
-
-
-def test_the_budget_of_a_talk(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    torch_pi2.pack(folder, tmp_path / "store", trust_remote_code=True)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("def main(\n/budget 1MB\n/budget 60MB\ndef main(\n/stats\n"))
-    asked = ["chat", str(tmp_path / "store"), "--trust-remote-code", "--max-new-tokens", "9", "--budget", "50MB"]
-    assert main([*asked, "--max-tokens", "200"]) == 0
-    ran = Ran(0, *capsys.readouterr())
-    assert "the budget is now 60MB" in ran.err
-    assert "the budget is now 1MB" not in ran.err
 
 
 def test_what_is_typed_in_another_encoding(talk: Any) -> None:

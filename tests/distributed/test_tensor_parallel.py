@@ -327,12 +327,11 @@ def test_chat_and_eval_are_those_of_one_machine(tmp_path: Path) -> None:
     torch_pi2.pack(model, tmp_path / "store", weights="int4", trust_remote_code=True)
     torch_pi2.pack(tmp_path / "store", tmp_path / "2", ranks=2)
     group = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "torch_pi2")
-    typed = "def main(\nimport os\n/budget 1GB\n/stats\n"
+    typed = "def main(\nimport os\n/stats\n"
     ask = ("chat", "--max-new-tokens", 12, "--json")
     one, _ = _shell("torch_pi2", *ask, tmp_path / "store", "--budget", "1GiB", typed=typed)
     two, said = _shell(*group, *ask, tmp_path / "2", typed=typed)
     assert json.loads(two) == json.loads(one)
-    assert "the budget is now 1GB" in said
     assert "neurons were in the cache" in said
     ask = ("eval", "--max-tokens", 200, "--json", "--trust-remote-code")
     one, _ = _shell("torch_pi2", *ask, tmp_path / "store", "--budget", "1GiB")

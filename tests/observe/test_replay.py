@@ -116,8 +116,6 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
         ),
         (["--budget", "130%"], "budget: expected 0% to 100%, or bytes, found '130%'"),
         (["--budget", "much"], "budget: expected bytes, or text such as"),
-        (["--hot-share", "2"], "hot_share: expected a number, 0 or more, at most 1, found 2.0"),
-        (["--window", "-1"], "window: expected a whole number, 0 or more, found -1"),
     ],
 )
 def test_wrong_arguments(
@@ -127,6 +125,14 @@ def test_wrong_arguments(
         recorded(folder, tmp_path.parent / "a")
     assert main(["replay", str(tmp_path.parent / "a"), *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_wrong_settings_of_a_replay(folder: Path, tmp_path: Path) -> None:
+    accesses, _ = recorded(folder, tmp_path / "a")
+    with pytest.raises(ConfigError, match="hot_share: expected a number, 0 or more, at most 1, found 2"):
+        replay(accesses, "lru", 4, hot_share=2.0)
+    with pytest.raises(ConfigError, match="window: expected a whole number, 0 or more, found -1"):
+        replay(accesses, "lru", 4, window=-1)
 
 
 def test_recording_says_what_cannot_be(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

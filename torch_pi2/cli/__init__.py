@@ -1,9 +1,9 @@
 """The ``torch-pi2`` command: a module or class per verb, each with ``EXAMPLE``, ``add_arguments``, ``run``, ``render``.
 
 ``run`` returns a dict; ``--json`` prints it as the only thing on standard output, otherwise ``render`` turns it into
-text. Everything else (progress, logs, output of libraries) goes to standard error.
+text. Progress, logs and output of libraries go to standard error.
 Exit codes: 0 success, 1 ``doctor`` found a problem, 2 an error (a ``Pi2Error``, or standard output that cannot be
-written), 130 interrupted, 141 the reader of standard output has closed it, 143 ended by SIGTERM.
+written), 130 interrupted, 141 the reader closed standard output, 143 ended by SIGTERM.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch_pi2.errors import ArtifactError, Pi2Error
 
 __all__ = ["VERBS", "Parser", "build_parser", "main"]
 
-#: Verb -> its line of help, in order of use.
+#: Verb -> one line of help, in order of use.
 VERBS = {
     "sparsify": "train a dense model on until most of its neurons are zero for most tokens",
     "profile": "record how often each FFN neuron fires on calibration text",
@@ -55,7 +55,7 @@ VERBS = {
     "report": "one HTML file that shows a model folder: neurons, plan, times, caches",
     "doctor": "versions, CPU features, kernels, missing extras",
 }
-#: Where verbs are whose module has another name: module, and class in it.
+#: Module and class of the verbs whose module has another name.
 _PLACES = {
     "sparsify": ("optimize", "Sparsify"),
     "profile": ("optimize", "Profile"),
@@ -99,29 +99,24 @@ def _run(argv: Sequence[str], parser: BuildParser) -> tuple[dict[str, Any], str,
     for given in argv:
         argument(given, f"argument {shown(given)}", "Use UTF-8, or rename the file.").text(empty=True)
     args = parser().parse_args(argv)
-    args.stdout = sys.stdout  # for verbs that write their result as it comes
-    # standard output is only for the result
+    args.stdout = sys.stdout  # for verbs that stream their result
+    # from here on standard output is for the result alone
     with (
         configured(args.verbose, args.quiet),
         lines("torch-pi2", not args.quiet),
         contextlib.redirect_stdout(sys.stderr),
     ):
-        _begin(args)
+        import torch
+
+        import torch_pi2.api  # noqa: F401 (nearly all verbs use it)
+        from torch_pi2.cli import folders
+
+        if args.threads is not None:
+            torch.set_num_threads(args.threads)
+        folders.check(args)
         with sigterm_as_exit():
             result = args.module.run(args)
     return result, json.dumps(result) if args.json else args.module.render(result), args.stdout
-
-
-def _begin(args: argparse.Namespace) -> None:
-    """Import what nearly all verbs use, and refuse folders that are for other verbs."""
-    import torch
-
-    import torch_pi2.api  # noqa: F401 (what nearly all verbs use)
-    from torch_pi2.cli import folders
-
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
-    folders.check(args)
 
 
 def main(argv: Sequence[str] | None = None, parser: BuildParser = build_parser) -> int:
@@ -131,13 +126,19 @@ def main(argv: Sequence[str] | None = None, parser: BuildParser = build_parser) 
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)
     try:
         try:
-            return _finish(*_run(argv, parser))
+            result, text, file = _run(argv, parser)
+            emit(file, text + "\n")
+            return 0 if result.get("ok", True) else 1
         except Pi2Error as error:
             return _report(error, "--json" in argv)
         except OSError as error:
             if error.filename is None or isinstance(error, BrokenPipeError):
                 raise
-            return _report(_as_artifact_error(error), "--json" in argv)
+            # an error of a file that is not handled elsewhere: a name that is too long, no permission
+            expected, fix = "a file or folder that can be used", "Check its name and permissions."
+            found = str(error.strerror or error)
+            known = ArtifactError(shown(error.filename), expected=expected, found=found, fix=fix)
+            return _report(known, "--json" in argv)
     except KeyboardInterrupt:
         _say("interrupted; nothing was left half-written")
         return 130
@@ -150,12 +151,11 @@ def main(argv: Sequence[str] | None = None, parser: BuildParser = build_parser) 
         _say(error)
         return 2
     finally:
-        _drop_unwritten_output()
-
-
-def _finish(result: dict[str, Any], text: str, file: TextIO | None) -> int:
-    emit(file, text + "\n")
-    return 0 if result.get("ok", True) else 1
+        try:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+        except OSError:  # else Python would try again when it closes standard output, and print a traceback
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _report(error: Pi2Error, as_json: bool) -> int:
@@ -169,24 +169,5 @@ def _report(error: Pi2Error, as_json: bool) -> int:
 
 
 def _say(what: object) -> None:
-    with contextlib.suppress(OSError):  # a full disk; the exit code says it too
+    with contextlib.suppress(OSError):  # a full disk; the exit code still tells
         print(f"torch-pi2: {what}", file=sys.stderr)
-
-
-def _as_artifact_error(error: OSError) -> ArtifactError:
-    """For errors of files that are not handled elsewhere: a name that is too long, no permission."""
-    return ArtifactError(
-        shown(error.filename),
-        expected="a file or folder that can be used",
-        found=str(error.strerror or error),
-        fix="Check its name and permissions.",
-    )
-
-
-def _drop_unwritten_output() -> None:
-    """Else Python would try again when it closes standard output, and print a traceback."""
-    try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -19,10 +19,9 @@ from torch_pi2.errors import Pi2Error
 EXAMPLE = "torch-pi2 chat my-sparse-model"
 
 HELP = """Type a message. A line that ends with \\ continues on the next one.
-/stats         speed of the last answer, neurons computed, reads of a store
-/budget BYTES  change the memory for a packed store, such as 2GB
-/reset         forget the conversation
-/exit          leave (also Ctrl-D). Ctrl-C ends an answer. A line that begins with a space is no command."""
+/stats  speed of the last answer, neurons computed, reads of a store
+/reset  forget the conversation
+/exit   leave (also Ctrl-D). Ctrl-C ends an answer. A line that begins with a space is no command."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,11 +62,15 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     with contextlib.suppress(EOFError):
         while True:
             text = _read(args)
-            name, _, value = text.partition(" ")
-            if name.lower() == "/exit":
+            name = text.partition(" ")[0].lower()
+            if name == "/exit":
                 break
-            if name.startswith("/"):
-                _command(name.lower(), value.strip(), model, session)
+            if name == "/reset":
+                session.reset()
+            elif name == "/stats":
+                _tell(_stats(model, session))
+            elif name.startswith("/"):
+                _tell(HELP if name == "/help" else f"{name} is not known\n{HELP}")
             elif text.strip():
                 _answer(text, session, args)
     return {"messages": session.messages}
@@ -92,7 +95,7 @@ def _answer(message: str, session: Any, args: argparse.Namespace) -> None:
 
 
 def _read(args: argparse.Namespace) -> str:
-    """The next message, of one or several lines. Raises EOFError."""
+    """The next message: one line, or several joined by a final backslash. Raises EOFError."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (gives input() editing and history)
     lines: list[str] = []
@@ -119,25 +122,6 @@ def _line(prompt: str, args: argparse.Namespace) -> str:
         return input()
     with contextlib.redirect_stdout(args.stdout):
         return input(prompt)
-
-
-def _command(name: str, value: str, model: Any, session: Any) -> None:
-    import torch_pi2
-
-    if name == "/reset":
-        session.reset()
-    elif name == "/stats":
-        _tell(_stats(model, session))
-    elif name == "/budget" and value:
-        try:
-            torch_pi2.set_budget(model, value)
-            _tell(f"the budget is now {value}")
-        except Pi2Error as error:
-            _tell(error)
-    elif name == "/budget":
-        _tell("expected a size, as in /budget 2GB")
-    else:
-        _tell(HELP if name == "/help" else f"{name} is not known\n{HELP}")
 
 
 def _stats(model: Any, session: Any) -> str:

@@ -65,7 +65,7 @@ class Import:
         by_change: dict[str, list[float]] = defaultdict(list)
         for name, change in result["rounded"].items():
             linear = name.removesuffix(".weight")
-            # of a layer that became neurons, its error
+            # a layer that became neurons has one error for all of its matrices
             by_change[change].append(errors.get(linear, errors.get(linear.rpartition(".")[0], 0.0)))
         for change, of in sorted(by_change.items()):
             lines.append(f"rounded again, {change}: {len(of)} matrices, {common.percent(max(of), 2)} off at most")
@@ -158,13 +158,11 @@ class Pack:
         add = parser.add_argument
         add("source", type=Path, metavar="IN", help="float safetensors, or a folder with quantised weights")
         add("out", type=Path, metavar="OUT", help="folder to write")
-        neurons = (
-            "format of a float checkpoint's neurons (default: float, as it is); int4, int8: all linear layers, lossy"
-        )
+        neurons = "neurons of a float checkpoint (default: float, as they are); int4, int8: all linear layers, lossy"
         add("--weights", choices=[FLOAT, *OF_NEURONS], help=neurons)
         cluster = "neurons in a slot, read together (default: 1 with predictors, else some 200 KB)"
         add("--cluster", type=common.positive, help=cluster)
-        add("--ranks", type=common.positive, default=1, help="shards for so many machines (docs/DISTRIBUTED.md)")
+        add("--ranks", type=common.positive, default=1, help="number of shards, one a machine (docs/DISTRIBUTED.md)")
         shares = "with --ranks: shares of the neurons, by machine (default: equal)"
         add("--shares", type=common.shares, help=shares)
         by = "with --ranks: a shard has some neurons of every layer, or all of some layers (a pipeline)"
@@ -230,8 +228,11 @@ class Synthetic:
         start, how = time.perf_counter(), {} if args.locality is None else {"locality": args.locality}
         how |= common.given(args, "active", "weights", "rank", "layers", "distinct_layers", "seed")
         predictor = None if args.predictor == "none" else args.predictor
-        shape, quiet = _shape(args.shape), args.quiet
-        label = torch_pi2.synthetic(args.out, shape, predictor=predictor, **how, progress=not quiet)
+        try:
+            shape: Any = parse(args.shape, "--shape") if args.shape.lstrip().startswith("{") else args.shape
+        except ArtifactError as error:
+            raise ConfigError("--shape", expected="a name, or JSON", found=error.found, fix="Correct it.") from error
+        label = torch_pi2.synthetic(args.out, shape, predictor=predictor, **how, progress=not args.quiet)
         size = sum(p.stat().st_size for p in args.out.rglob("*") if p.is_file())
         return {"out": str(args.out), "bytes": size, "seconds": time.perf_counter() - start, **label}
 
@@ -241,11 +242,3 @@ class Synthetic:
             f"{result['out']}: {result['shape']}, {result['weights']}, {common.percent(result['active'])} active, "
             f"{common.size(result['bytes'])} in {result['seconds']:.0f} s\n({result['synthetic']})"
         )
-
-
-def _shape(text: str) -> Any:
-    """A name, or values in JSON. Raises ConfigError."""
-    try:
-        return parse(text, "--shape") if text.lstrip().startswith("{") else text
-    except ArtifactError as error:
-        raise ConfigError("--shape", expected="a name, or JSON", found=error.found, fix="Correct it.") from error

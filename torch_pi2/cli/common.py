@@ -1,4 +1,4 @@
-"""What several verbs share: the parser, types and groups of options, calibration text, and refusals of options."""
+"""Shared by several verbs: the parser, types and groups of options, calibration text, and errors about options."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from torch_pi2.errors import ConfigError
 from torch_pi2.formats import ACTIVATIONS, FLOATS
 from torch_pi2.types.config import METHODS, QUANTIZATIONS, SCORES, WEIGHTS, Config
 
-#: Default of ``--max-tokens``, if the model has as many positions.
+#: Default of ``--max-tokens`` for a model with at least as many positions.
 MOST_TOKENS = 4096
-#: Lossy fields of OffloadConfig: neurons and experts that are not in memory may be left out.
+#: Lossy fields of OffloadConfig, which leave out neurons or experts that are not in memory.
 LEAVE_OUT = ("miss_margin", "drop_experts")
 
 
@@ -40,7 +40,7 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError("command line", expected="valid arguments", found=message, fix=fix)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """A verb names its own options when one is unknown; argparse would leave that to the parser above it."""
+        """An unknown option shows the usage of its verb; argparse would show the main parser's."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown and self._subparsers is None:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -48,17 +48,16 @@ class Parser(argparse.ArgumentParser):
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
-    """Shows the default of every option that has one, unless its help text does already."""
+    """Shows the default of every option that has one, unless its help text already does."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        """Wrap long lines; keep the others, and indented examples, as they were written."""
+        """Wrap long lines; keep short ones and indented examples as they are."""
         lines: list[str] = []
         for line in text.splitlines():
             lines += [line] if len(line) <= width or line.startswith(" ") else textwrap.wrap(line, width)
         return "\n".join(lines)
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
-        """Numbers are N, whatever they are of."""
         return str(getattr(action.type, "metavar", "N" if action.type in (int, float) else action.dest.upper()))
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
@@ -70,12 +69,12 @@ class Help(argparse.RawDescriptionHelpFormatter):
 
 
 def has_no_default(default: Any) -> bool:
-    """Whether leaving an option out means nothing in particular: a flag, no value, an empty list."""
+    """Whether there is no default to show: a flag, None or an empty list."""
     return default is None or default is False or default is argparse.SUPPRESS or default == []
 
 
 def add_old_name(parser: argparse.ArgumentParser, old: str, new: str) -> None:
-    """Let the option ``new`` also be given as ``old`` for one release: with a warning, and not shown in the help."""
+    """Accept ``old`` for the option ``new`` for one release, with a warning; the help does not show it."""
     action = parser._option_string_actions[new]
 
     class OldName(argparse.Action):
@@ -91,7 +90,7 @@ def add_old_name(parser: argparse.ArgumentParser, old: str, new: str) -> None:
 
 
 def _integer(name: str, least: int, most: int = 1 << 31) -> Callable[[str], int]:
-    """A type for argparse. int() would also take ``1_0`` and digits of other scripts."""
+    """An argparse type of ASCII digits; int() would also take ``1_0`` and digits of other scripts."""
 
     def parse_integer(text: str) -> int:
         if not re.fullmatch(r"-?[0-9]+", text):
@@ -106,14 +105,12 @@ def _integer(name: str, least: int, most: int = 1 << 31) -> Callable[[str], int]
 
 
 def named(name: str, kind: Callable[[str], Any], metavar: str) -> Callable[[str], Any]:
-    """``kind`` as argparse shows it: ``invalid NAME value``, and ``metavar`` in the help."""
+    """``kind`` with the name that argparse shows in errors (``invalid NAME value``), and its metavar."""
     kind.__name__, kind.metavar = name, metavar  # type: ignore[attr-defined]
     return kind
 
 
 def list_of(kind: Callable[[str], Any], name: str) -> Callable[[str], Any]:
-    """A type of comma-separated values."""
-
     def parse_list(text: str) -> tuple[Any, ...]:
         return tuple(kind(part) for part in text.split(","))
 
@@ -121,6 +118,7 @@ def list_of(kind: Callable[[str], Any], name: str) -> Callable[[str], Any]:
 
 
 positive = _integer("positive", 1)
+drafted = _integer("count", 0, 7)  # 7: decode.speculate.MOST_DRAFTED, whose module needs torch
 count = _integer("count", 0)
 threads = _integer("threads", 1, 1024)
 port = _integer("port", 0, 65535)
@@ -133,7 +131,6 @@ shares = list_of(float, "shares")
 
 
 def add_every(parser: argparse.ArgumentParser) -> None:
-    """Options that every verb has."""
     parser.add_argument("--json", action="store_true", help="print one JSON object on standard output")
     level = parser.add_mutually_exclusive_group()
     level.add_argument("-v", "--verbose", action="store_true", help="say more, and what other libraries warn of")
@@ -148,7 +145,6 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def add_loading(parser: argparse.ArgumentParser) -> None:
-    """How a checkpoint is loaded."""
     group = parser.add_argument_group("loading")
     dtype = "of weights (default: auto, the checkpoint's)"
     group.add_argument("--dtype", choices=("auto", *FLOATS), default="auto", help=dtype)
@@ -175,7 +171,6 @@ def add_text(parser: argparse.ArgumentParser | argparse._ArgumentGroup, default:
 
 
 def add_budget(parser: argparse.ArgumentParser, of_each: str = "") -> None:
-    """``--budget``, and its lossy options."""
     add = parser.add_argument
     budget = f"memory for a model over a packed store, such as 2GiB{of_each} (default: all)"
     add("--budget", metavar="BYTES", help=budget)
@@ -186,7 +181,6 @@ def add_budget(parser: argparse.ArgumentParser, of_each: str = "") -> None:
 
 
 def add_decoding(parser: argparse.ArgumentParser, of_each: str = "") -> None:
-    """How a loaded model decodes."""
     add = parser.add_argument
     add("--activations", choices=ACTIVATIONS, default="float", help="int8: faster, lossy")
     add_budget(parser, of_each)
@@ -198,7 +192,6 @@ def add_decoding(parser: argparse.ArgumentParser, of_each: str = "") -> None:
 
 
 def add_together(parser: argparse.ArgumentParser) -> None:
-    """How processes started by ``torchrun`` compute a model in shards."""
     group = parser.add_argument_group("shards (pack --ranks N), with torchrun")
     how = "how results are added: chunks (default), with the bits of one machine; ranks sends less"
     group.add_argument("--reduction", choices=("chunks", "ranks"), help=how)
@@ -208,7 +201,6 @@ def add_together(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling(parser: argparse.ArgumentParser, tokens: int) -> None:
-    """``--max-new-tokens`` with its default, and how tokens are chosen."""
     add = parser.add_argument
     add("--max-new-tokens", type=positive, default=tokens, help="of an answer, at most")
     add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy")
@@ -233,7 +225,6 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_setting(group: argparse._ArgumentGroup, option: str, *, help: str, **how: Any) -> None:
-    """An option that is a field of Config; its help shows the default."""
     field = how.get("dest") or option.removeprefix("--").replace("-", "_")
     group.add_argument(option, help=f"{help} (default: {getattr(Config, field)})", **how)
 
@@ -247,27 +238,26 @@ def add_storage(parser: argparse.ArgumentParser) -> None:
     add("--quantization", choices=QUANTIZATIONS, help=how)
 
 
-# --- what options say
+# --- values of options
 
 
 def given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """The named options, as keyword arguments."""
+    """The values of the named options, as keyword arguments."""
     return {name: getattr(args, name) for name in names}
 
 
 def option_of(name: str) -> str:
-    """The option that sets ``args.name``."""
     return f"--{name.replace('_', '-')}"
 
 
 def needs(option: str, other: str, found: str = "none") -> ConfigError:
-    """``option`` was given without ``other``."""
+    """The error for ``option`` without ``other``."""
     fix = f"Pass {other}, or leave {option} out."
     return ConfigError(option, expected=f"{other} beside it", found=found, fix=fix)
 
 
 def excludes(option: str, other: str, why: str) -> ConfigError:
-    """``option`` and ``other`` were both given."""
+    """The error for ``option`` beside ``other``."""
     expected = f"one of them, because {why}"
     return ConfigError(f"{option} with {other}", expected=expected, found="both", fix="Leave one of them out.")
 
@@ -278,7 +268,7 @@ def left_out(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def sampling_of(args: argparse.Namespace) -> Any:
-    """The sampling of ``--temperature`` and ``--top-p``; None: greedy. Raises ConfigError."""
+    """The ``Sampling`` of ``--temperature`` and ``--top-p``; None: greedy. Raises ConfigError."""
     from torch_pi2.decode.sequence import Sampling
 
     if args.temperature != 0:
@@ -289,19 +279,18 @@ def sampling_of(args: argparse.Namespace) -> Any:
 
 
 def max_tokens(args: argparse.Namespace, model: Any) -> int:
-    """``--max-tokens``, or the positions of ``model``, at most :data:`MOST_TOKENS`."""
+    """``--max-tokens``; by default the positions of ``model``, at most :data:`MOST_TOKENS`."""
     positions = getattr(getattr(model, "config", None), "max_position_embeddings", None) or MOST_TOKENS
     return int(args.max_tokens or min(positions, MOST_TOKENS))
 
 
 def config_of(args: argparse.Namespace) -> Config:
-    """The Config of the given options."""
     values = {f.name: getattr(args, f.name, None) for f in fields(Config)}
     return Config(**{name: value for name, value in values.items() if value is not None})
 
 
 def stdlib_sample(split: str, tokenizer: Any, tokens: int) -> str:
-    """About ``tokens`` tokens or more of the standard library's ``train`` or ``heldout`` files."""
+    """At least about ``tokens`` tokens of the standard library's ``train`` or ``heldout`` files."""
     from torch_pi2.profiling.text import stdlib_text
 
     probe = stdlib_text(split, max_bytes=1 << 16)
@@ -310,14 +299,14 @@ def stdlib_sample(split: str, tokenizer: Any, tokens: int) -> str:
 
 
 def text_of(args: argparse.Namespace, tokenizer: Any, tokens: int) -> str:
-    """The text that ``--text`` names: a file, or as much of ``stdlib`` or ``stdlib-heldout`` as ``tokens`` need."""
+    """The file that ``--text`` names, or about ``tokens`` tokens of ``stdlib`` or ``stdlib-heldout``."""
     if args.text in ("stdlib", "stdlib-heldout"):
         return stdlib_sample("train" if args.text == "stdlib" else "heldout", tokenizer, tokens)
     return text_in(args.text, "--text")
 
 
 def text_in(path: str, option: str) -> str:
-    """The text of the file that ``option`` names. Raises ConfigError."""
+    """The UTF-8 text of file ``path``, which ``option`` named. Raises ConfigError."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -327,7 +316,7 @@ def text_in(path: str, option: str) -> str:
 
 
 def check_out(folder: Path) -> None:
-    """Refuse a folder that cannot be written, before minutes of work. Raises ArtifactError."""
+    """Raise ArtifactError for a folder that cannot be written, before minutes of work."""
     from torch_pi2.base.files import check_writable
 
     check_writable(folder, folder=True)

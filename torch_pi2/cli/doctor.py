@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 EXAMPLE = "torch-pi2 doctor --target qnn:SM8650"
 
 _PACKAGES = ("torch", "numpy", "safetensors", "transformers", "executorch", "torchao", "onnxruntime-qnn")
-#: Lines of a machine with nothing else to do have less than half of this error.
+#: Largest error of the fitted lines that is not reported; an idle machine has less than half of it.
 _STEADY = 0.12
-#: Sizes of the random reads that a profile is shown for, and how many are under way.
+#: Sizes in bytes of the random reads whose rates are shown, and their queue depth.
 _BLOCKS, _DEPTH = (4096, 65536), 64
 #: CPU flags that matter to the kernels.
 _FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "asimddp")
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _hardware(args: argparse.Namespace) -> dict[str, Any]:
-    """The profile of this machine: measured now, with ``--measure``, or earlier."""
+    """The profile of this machine, measured now (``--measure``) or earlier."""
     from torch_pi2.machine.find import cached_path
     from torch_pi2.machine.hardware import Hardware
 
@@ -95,10 +95,16 @@ def _hardware(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _target(target: str, compile: bool) -> dict[str, Any]:
-    """What is in the way of exporting for ``target``: ``problems`` with what, expected, found and fix each."""
+    """Why ``target`` cannot be exported for: ``problems``, each with what, expected, found and fix."""
+    from torch_pi2.export.executorch import load_library
+
     kind, _, soc = target.partition(":")
     check_target(target)
-    problems = _backend()
+    problems = []
+    try:
+        load_library()
+    except Pi2Error as error:
+        problems.append(error)
     if kind == "qnn":
         from torch_pi2.export.qnn import problems as problems_of
 
@@ -109,28 +115,11 @@ def _target(target: str, compile: bool) -> dict[str, Any]:
 
 
 def check_target(target: str) -> None:
-    """Raises ConfigError: ``target`` is none."""
+    """Raise ConfigError unless ``target`` is one."""
     kind, _, soc = target.partition(":")
     if (kind, bool(soc)) not in (("xnnpack", False), ("qnn", True)):
         expected = "xnnpack, or qnn: and an SoC such as qnn:SM8650"
         raise ConfigError("--target", expected=expected, found=repr(target), fix="Correct it.")
-
-
-def _requirements(extra: str) -> list[str]:
-    """Packages that the installed package declares for ``extra``; none for a checkout that pip has not installed."""
-    wanted = shlex.split(how_to_install(extra))[2:]
-    return [] if "-e" in wanted else [re.split(r"[^\w.-]", text)[0] for text in wanted]
-
-
-def _backend() -> list[Pi2Error]:
-    """Whether our library for ExecuTorch can be loaded."""
-    from torch_pi2.export.executorch import load_library
-
-    try:
-        load_library()
-    except Pi2Error as error:
-        return [error]
-    return []
 
 
 def _version(distribution: str) -> str | None:
@@ -141,7 +130,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _cpu() -> dict[str, Any]:
-    """Model name and the flags above, from Linux; elsewhere what Python knows."""
+    """Name and known flags, from /proc/cpuinfo; elsewhere the name that Python knows."""
     info = Path("/proc/cpuinfo")
     text = info.read_text() if info.is_file() else ""
     name = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
@@ -168,14 +157,16 @@ def _library() -> dict[str, Any]:
 
 
 def _extras() -> dict[str, dict[str, Any]]:
-    """Optional dependencies, and the command that gets what is missing."""
+    """By extra: missing packages, and the command that installs them."""
     try:
         extras = importlib.metadata.metadata("torch-pi2").get_all("Provides-Extra") or []
     except importlib.metadata.PackageNotFoundError:
         return {}
     found = {}
     for extra in extras:
-        missing = [name for name in _requirements(extra) if _version(name) is None]
+        wanted = shlex.split(how_to_install(extra))[2:]  # a checkout that pip has not installed declares none: -e
+        names = [] if "-e" in wanted else [re.split(r"[^\w.-]", text)[0] for text in wanted]
+        missing = [name for name in names if _version(name) is None]
         found[extra] = {"missing": missing, "install": how_to_install(extra) if missing else None}
     return found
 
@@ -225,7 +216,7 @@ def _render_target(target: dict[str, Any]) -> str:
 
 
 def describe_hardware(hardware: Hardware) -> str:
-    """What matters most of a profile; ``--json`` has all of it."""
+    """The most important figures of a profile; ``--json`` has all."""
     reads = hardware.reads
     rates = (
         f"{block / reads.us(1000, block, reads.file_bytes, _DEPTH) * 1e3:.0f} MB/s of {block >> 10} KiB"

@@ -15,9 +15,9 @@ from torch_pi2.cli import common, models
 from torch_pi2.cli.processes import process_group
 from torch_pi2.errors import ConfigError
 
-#: Default number of windows at once, at most.
+#: Largest default of ``--batch-size``.
 _WINDOWS = 8
-#: What is shown of a model.
+#: Fields in the table of models.
 _SHOWN = ("model", "bits_per_byte", "perplexity", "neurons_computed", "rows_used", "ffn_ms", "total_ms")
 EXAMPLE = "torch-pi2 eval my-sparse-model --max-tokens 20000 --json"
 
@@ -72,7 +72,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _set_batch(args: argparse.Namespace) -> None:
-    """Set the default of ``--batch-size``, and ``context``. Raises ConfigError: they do not fit into a budget."""
+    """Set ``args.batch_size`` and ``args.context``. Raises ConfigError if a budget has no memory for them."""
     from torch_pi2.types.offload import PIECE_TOKENS
 
     most = _WINDOWS if args.budget is None else min(_WINDOWS, PIECE_TOKENS // args.window)
@@ -89,7 +89,7 @@ def _set_batch(args: argparse.Namespace) -> None:
 
 
 def _tasks(args: argparse.Namespace, forms: dict[str, Any], tokenizer: Any) -> dict[str, dict[str, Any]]:
-    """Task -> ``dense`` and ``sparse`` -> metrics of lm-eval."""
+    """Task -> form (``dense`` or ``sparse``) -> metrics of lm-eval."""
     from torch_pi2.eval.harness import harness
 
     found: dict[str, dict[str, Any]] = {}

@@ -15,7 +15,7 @@ from torch_pi2.formats import ACTIVATIONS
 from torch_pi2.types.config import HOT_ATTENTION, KV_FORMATS, LINEARS
 
 EXAMPLE = "torch-pi2 export my-sparse-model --out bundle --target xnnpack --max-tokens 512"
-#: Tokens of --text that are taken.
+#: Tokens of ``--text`` for calibration.
 _TOKENS = 8704
 
 
@@ -61,12 +61,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
+    import torch_pi2
+    from torch_pi2.cli.doctor import check_target
     from torch_pi2.export.api import export
     from torch_pi2.export.manifest import Manifest
+    from torch_pi2.export.qnn import problems as problems_of
 
     common.check_out(args.out)
-    _check_target(args.target)
-    model, tokenizer = _model(args), _tokenizer(args)
+    check_target(args.target)
+    kind, _, soc = args.target.partition(":")
+    if kind == "qnn" and (problems := problems_of(soc)):
+        raise problems[0]
+    folder, tokenizer = Path(args.model), None
+    if (folder / "pi2").is_dir():
+        model = models.load_sparse(argparse.Namespace(**vars(args), context=64))  # enough for export's checks
+    else:
+        model = torch_pi2.optimize(models.load_dense(args))
+    # a folder without a tokenizer (synthetic models) becomes a bundle that takes token ids
+    if not folder.is_dir() or any(folder.glob("tokenizer*")):
+        tokenizer = models.load_tokenizer(args)
     calibrated = args.target != "xnnpack" and args.precision != "fp16"
     names = ("target", "max_tokens", "max_prompt", "batches", "linears", "kv", "hot", "hot_prompts", "hot_attention")
     export(
@@ -80,33 +93,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     )
     manifest = Manifest.load(args.out).to_json()
     return {"out": str(args.out), "manifest": manifest}
-
-
-def _model(args: argparse.Namespace) -> Any:
-    import torch_pi2
-
-    if (Path(args.model) / "pi2").is_dir():
-        return models.load_sparse(argparse.Namespace(**vars(args), context=64))  # what checking runs on
-    return torch_pi2.optimize(models.load_dense(args))
-
-
-def _tokenizer(args: argparse.Namespace) -> Any:
-    """None for a folder without one (synthetic models), whose bundle takes token ids."""
-    folder = Path(args.model)
-    if folder.is_dir() and not any(folder.glob("tokenizer*")):
-        return None
-    return models.load_tokenizer(args)
-
-
-def _check_target(target: str) -> None:
-    """What can be refused before a model is loaded."""
-    from torch_pi2.cli.doctor import check_target
-    from torch_pi2.export.qnn import problems as problems_of
-
-    check_target(target)
-    kind, _, soc = target.partition(":")
-    if kind == "qnn" and (problems := problems_of(soc)):
-        raise problems[0]
 
 
 def render(result: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The kind of folder that a verb was given, and the verbs for it."""
+"""Kinds of folders, and which verbs take them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch_pi2.store.gguf import gguf_in
 from torch_pi2.store.storefile import STORE_FILE
 from torch_pi2.store.weights import WEIGHTS_FILE
 
-#: kind -> what it is, and what is done with it; {folder}: its name.
+#: Kind -> description, and a command that takes it; {folder}: its name.
 _KINDS = {
     "bundle": ("a bundle", "torch-pi2 run {folder} --prompt '...'"),
     "store": ("a store of pack", "torch-pi2 generate {folder} --prompt '...'"),
@@ -25,12 +25,12 @@ _KINDS = {
     "predictors": ("predictors of fit", "torch-pi2 optimize MODEL --stats STATS --predictors {folder} --out DIR"),
     "plan": ("a plan", "torch-pi2 inspect {folder}"),
 }
-#: Verbs that take a GGUF file as well.
+#: Verbs that also take a GGUF file.
 _TAKE_GGUF = ("generate", "chat", "serve")
 _FLOAT = ("checkpoint", "optimised")
 _OPTIMISED = ("optimised", "quantised", "store")
 _TALKING = ("checkpoint", *_OPTIMISED, "shards")
-#: verb -> the kinds of folders that it takes.
+#: Verb -> the kinds of folders that it takes.
 _TAKES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("sparsify", "profile", "fit", "optimize", "quantize"), _FLOAT),
     **dict.fromkeys(("generate", "chat", "serve", "eval"), _TALKING),
@@ -39,12 +39,12 @@ _TAKES: dict[str, tuple[str, ...]] = {
     "inspect": tuple(_KINDS),
     "report": _OPTIMISED,
 }
-#: Arguments of verbs that are folders.
+#: Names of arguments that are folders.
 _ARGUMENTS = ("model", "models", "source", "bundle", "folder")
 
 
 def kind_of(folder: Path) -> str | None:
-    """A key of ``_KINDS``; None: no folder, or an unknown one."""
+    """A key of ``_KINDS``; None: not a folder, or an unknown kind."""
     inner = folder / "pi2"
     marks = {
         "bundle": folder / MANIFEST_FILE,
@@ -61,10 +61,7 @@ def kind_of(folder: Path) -> str | None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises ArtifactError: the verb was given a folder that another verb is for.
-
-    What is no folder of ours is the verb's: it may be a name on the Hub.
-    """
+    """Raise ArtifactError for a folder that another verb takes. Unknown ones pass: they may be names on the Hub."""
     verb = getattr(args, "verb", None)
     if verb not in _TAKES:
         return
@@ -89,7 +86,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def _imported(given: Any, args: argparse.Namespace) -> Any:
-    """``given``; in place of a GGUF file the folder of its import, made now or earlier, if the verb takes them."""
+    """``given``, or the folder of its import if it is a GGUF file and the verb takes those."""
     file = gguf_in(given) if args.verb in _TAKE_GGUF else None
     if file is None or not file.is_file():
         return given

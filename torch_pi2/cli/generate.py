@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     several = "continue the prompt N times in one batch, each with its own seed"
     add("--num-return-sequences", type=common.positive, default=1, help=several)
     lookup = "greedy: draft up to K tokens (1 to 7) from what followed the last ones earlier, and verify them together"
-    add("--prompt-lookup", type=common.count, default=0, metavar="K", help=lookup)
+    add("--prompt-lookup", type=common.drafted, default=0, metavar="K", help=lookup)
     add("--dense", action="store_true", help="run the dense model of the folder")
     add("--trace", type=Path, metavar="FILE", help="what threads did, for Perfetto (docs/TRACES.md)")
     common.add_decoding(parser)
@@ -189,7 +189,7 @@ class Run:
         if kind_of(args.bundle) == "bundle":
             _start_threads(args.threads, args.verbose)
         streamed = not args.json and args.num_return_sequences == 1
-        before = ["" if args.chat or args.prompt is None else args.prompt]  # the prompt is written with the first text
+        before = ["" if args.chat or args.prompt is None else args.prompt]  # written with the first text
 
         def stream(_sequence: int, _token: int, text: str) -> None:
             emit(args.stdout, (before.pop() if before else "") + text)
@@ -258,7 +258,7 @@ _IDS = common.list_of(_id, "token ids")
 def _start_threads(count: int | None, verbose: bool) -> None:
     """Start ExecuTorch's thread pool, which XNNPACK and our delegate share, with ``count`` threads or its default.
 
-    Its messages about missing files of CPU information are discarded; nothing else is.
+    Its messages about missing CPU information are discarded.
     """
     from torch_pi2.export.executorch import load_library
 

@@ -24,11 +24,9 @@ if TYPE_CHECKING:
     from torch_pi2.types.plan import Plan
     from torch_pi2.types.stats import ActivationStats
 
-#: A mixture has thousands of experts: a table has one line for those of a block.
+#: Keys of experts. A mixture has thousands: a table has one line per block.
 _EXPERT = re.compile(r"^(.*experts)\.\d+$")
-#: Fields of which it has the sum.
-_SUMMED = ("bytes",)
-#: What is shown of a layer.
+#: Fields in the table of layers.
 _COLUMNS = (
     *("key", "form", "neurons", "sparsity", "active_share", "borrowed_tokens", "method", "hot", "cold"),
     *("expected_active", "rank", "recall", "precision", "bytes", "bundle_bytes", "slot_bytes", "padding_share"),
@@ -52,14 +50,21 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if kind == "checkpoint":
         found = describe_checkpoint(folder, args.verify, args.trust_remote_code)
     elif kind == "shards":
-        found = _shards(folder, args.verify, not args.quiet)
+        from torch_pi2.distributed.shard_store import shards_in
+        from torch_pi2.store.storefile import STORE_FILE
+
+        about = {path.name: path / "pi2" / STORE_FILE for path in shards_in(folder).values()}
+        shards = {name: _store(path, args.verify, not args.quiet)[0] for name, path in about.items()}
+        found = {"contains": ["shards"], "shards": shards, "bytes": sum(store["bytes"] for store in shards.values())}
     else:
         found = describe(folder, args.verify, not args.quiet)
     return {"folder": str(folder), **found}
 
 
 def render(result: dict[str, Any]) -> str:
-    kinds: dict[str, Any] = {"bundle": render_bundle, "checkpoint": render_checkpoint, "shards": _render_shards}
+    if result["contains"] == ["shards"]:
+        return "\n".join(f"{name}: {_render_store(store)}" for name, store in result["shards"].items())
+    kinds: dict[str, Any] = {"bundle": render_bundle, "checkpoint": render_checkpoint}
     return str(kinds.get(result["contains"][0], _render_folder)(result))
 
 
@@ -67,15 +72,13 @@ def render(result: dict[str, Any]) -> str:
 
 
 def describe(folder: Path, verify: bool = False, progress: bool = True) -> dict[str, Any]:
-    """What is in ``folder``: ``contains``, file sizes, one dict per layer, what a store's bytes are for, budgets,
-    and the verdict. A bundle has other facts.
+    """What ``folder`` contains: kinds, file sizes, a dict per layer, bytes of a store by purpose, budgets, verdict.
 
-    Args:
-        folder: one of ours. verify: compare all of the store with its checksums.
-        progress: show how far that is, in a terminal.
+    Bundles have the fields of :func:`describe_bundle`. ``verify``: compare the whole store with its checksums;
+    ``progress``: with a bar in a terminal.
 
     Raises:
-        ArtifactError: nothing of ours is there, or a file is damaged. ConfigError: there is no store to verify.
+        ArtifactError: not a folder of torch_pi2, or a damaged file. ConfigError: there is no store to verify.
     """
     from torch_pi2.store.parts import Parts
     from torch_pi2.store.storefile import STORE_FILE
@@ -124,7 +127,7 @@ def describe(folder: Path, verify: bool = False, progress: bool = True) -> dict[
 def _of_layers(
     stats: ActivationStats | None, predictors: FittedPredictors, plan: Plan | None
 ) -> tuple[dict[str, dict[str, Any]], ...]:
-    """Facts by layer of each."""
+    """Facts by layer: from statistics, from predictors, and from the plan."""
     fired = {
         s.key: {"neurons": s.intermediate, "tokens": s.tokens, "sparsity": s.sparsity, "active_share": s.active_share}
         | ({} if s.experts is None else {"borrowed_tokens": s.borrowed})
@@ -147,17 +150,8 @@ def _of_layers(
     return fired, cards, chosen
 
 
-def _shards(folder: Path, verify: bool, progress: bool) -> dict[str, Any]:
-    """The stores of a folder of shards, by name. Raises ArtifactError, as :func:`describe`."""
-    from torch_pi2.distributed.shard_store import shards_in
-    from torch_pi2.store.storefile import STORE_FILE
-
-    found = {path.name: _store(path / "pi2" / STORE_FILE, verify, progress)[0] for path in shards_in(folder).values()}
-    return {"contains": ["shards"], "shards": found, "bytes": sum(store["bytes"] for store in found.values())}
-
-
 def _matrices(inner: Path) -> dict[str, int]:
-    """Format -> linear layers and embeddings in it."""
+    """Format -> number of linear layers and embeddings."""
     from torch_pi2.store.storefile import open_weights, weights_path
 
     if weights_path(inner) is None:
@@ -167,7 +161,7 @@ def _matrices(inner: Path) -> dict[str, int]:
 
 
 def _budget_of_loss(plan: Plan | None, stats: ActivationStats | None) -> dict[str, Any] | None:
-    """The loss that thresholds were chosen for, and its curve; None: no loss was asked for."""
+    """The loss curve that thresholds were chosen by; None: they were not chosen by ``--max-loss``."""
     from torch_pi2.base.fields import to_json
     from torch_pi2.types.stats import LossCurve
 
@@ -177,7 +171,7 @@ def _budget_of_loss(plan: Plan | None, stats: ActivationStats | None) -> dict[st
 
 
 def _budget(folder: Path, store: Path, plan: Plan, predictors: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``torch_pi2.load(budget=)`` can be given, with the defaults; ``unknown``: why nothing can be said."""
+    """Budgets in bytes that ``torch_pi2.load`` takes, with default settings; ``unknown``: why they are not known."""
     import torch
 
     from torch_pi2.checkpoint.offloaded import own_predictors
@@ -203,7 +197,7 @@ def _budget(folder: Path, store: Path, plan: Plan, predictors: Mapping[str, Any]
 
 
 def _store(path: Path, verify: bool, progress: bool) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """The whole store, and its layers by key."""
+    """Facts about the store, and about its layers by key."""
     from torch_pi2.store.storefile import StoreReader
 
     with StoreReader(path) as store:
@@ -259,7 +253,7 @@ def _render_folder(result: dict[str, Any]) -> str:
 
 
 def _by_block(layers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """``layers`` with one for the experts of each block, ``KEY.0-7``, of which a column has the mean, or the sum."""
+    """``layers``, with all experts of a block as one row ``KEY.0-7`` of means (bytes: sums)."""
     rows = []
     for _, group in groupby(layers, key=lambda layer: _EXPERT.sub(r"\1", layer["key"])):
         first, *others = group
@@ -274,7 +268,7 @@ def _by_block(layers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _of_all(field: str, values: list[Any]) -> Any:
-    if field in _SUMMED:
+    if field == "bytes":
         return sum(values)
     if len(set(values)) == 1:
         return values[0]
@@ -282,10 +276,6 @@ def _of_all(field: str, values: list[Any]) -> Any:
         return ", ".join(sorted(set(values)))
     mean = sum(values) / len(values)
     return round(mean) if isinstance(values[0], int) else mean
-
-
-def _render_shards(result: dict[str, Any]) -> str:
-    return "\n".join(f"{name}: {_render_store(store)}" for name, store in result["shards"].items())
 
 
 def _render_store(store: dict[str, Any]) -> str:
@@ -300,7 +290,7 @@ def _render_store(store: dict[str, Any]) -> str:
 
 
 def _flat(facts: dict[str, Any]) -> list[str]:
-    """Provenance as words: hashes shortened, what is nested without its name."""
+    """Provenance as words, with short hashes; names of nested objects are dropped."""
     words = []
     for name, value in facts.items():
         if isinstance(value, dict):
@@ -326,11 +316,11 @@ def _render_budget(budget: dict[str, Any]) -> str:
 
 
 def describe_checkpoint(folder: Path, verify: bool, trust_remote_code: bool) -> dict[str, Any]:
-    """``contains`` and the fields of :class:`torch_pi2.planner.supported.Supported`, ``layers`` those that can be
-    sparse; ``quantised_by``: whose method has quantised it, empty: none has.
+    """``contains``, the fields of :class:`torch_pi2.planner.supported.Supported`, and ``quantised_by``: the
+    quantisation method of the checkpoint, or empty.
 
     Raises:
-        ArtifactError: transformers cannot build the model. ConfigError: ``verify``, and there are no checksums.
+        ArtifactError: transformers cannot build the model. ConfigError: ``verify``, but there are no checksums.
         CalibrationError, UnsupportedModelError: it cannot be captured without its inputs, or at all.
     """
     from torch_pi2.planner.supported import supported
@@ -371,7 +361,6 @@ def render_checkpoint(result: dict[str, Any]) -> str:
 
 
 def _stays_dense(left: dict[str, str]) -> list[str]:
-    """Lines that say which layers stay dense, and why."""
     by_reason: dict[str, list[str]] = defaultdict(list)
     for name, reason in left.items():
         by_reason[reason].append(name)
@@ -386,7 +375,7 @@ def _stays_dense(left: dict[str, str]) -> list[str]:
 
 
 def describe_bundle(folder: Path, verify: bool, progress: bool) -> dict[str, Any]:
-    """The manifest, and what the program and the store themselves say.
+    """The manifest of a bundle, and facts read from its program and store.
 
     Returns:
         ``contains`` (["bundle"]), ``files``, ``bytes``, ``manifest``, ``methods`` (name -> delegates, operators and
@@ -436,7 +425,7 @@ def describe_bundle(folder: Path, verify: bool, progress: bool) -> dict[str, Any
 
 
 def _program_parts(sizes: dict[str, Any], whole: int) -> dict[str, int]:
-    """Of model.pte: names for people."""
+    """Bytes of model.pte by part, with the names that are shown."""
     if not sizes:
         return {"program": whole}
     return {
@@ -449,14 +438,14 @@ def _program_parts(sizes: dict[str, Any], whole: int) -> dict[str, int]:
 
 
 def _store_parts(path: Path) -> dict[str, int]:
-    """Of model.pi2."""
+    """Bytes of model.pi2 by part."""
     from torch_pi2.store.storefile import StoreReader
 
     try:
         with StoreReader(path) as store:
             parts = store.regions()
             predictors = sum(spec.nbytes for name, spec in store.specs.items() if ".predictor." in name)
-    except Pi2Error:  # its size is as the manifest says; what is wrong with it is for --verify and for running it
+    except Pi2Error:  # its size is right; --verify and running it report the damage
         return {"store: unreadable": path.stat().st_size}
     parts |= {"predictors": parts["predictors"] + predictors, "biases": parts.pop("floats") - predictors}
     return {f"store: {name.replace('_', ' ')}": size for name, size in parts.items() if size}
@@ -469,7 +458,6 @@ def render_bundle(result: dict[str, Any]) -> str:
         method | {"method": name, "operators": sum(method["operators"].values())} for name, method in methods.items()
     ]
     program = common.records(rows, ("method", "batch", "max_tokens", "delegates", "operators", "hot_chunks"))
-    parts = [(name, size, common.percent(size / result["bytes"])) for name, size in result["parts"].items()]
     hashes = [(name, size, manifest["files"][name]["sha256"]) for name, size in result["files"].items()]
     shown = [
         f"bundle version {manifest['version']}: {manifest['kind']} for {manifest['target']}, "
@@ -481,7 +469,6 @@ def render_bundle(result: dict[str, Any]) -> str:
         f"holds {manifest['lanes']} sequences of {manifest['max_tokens']} tokens; memory: "
         f"{common.size(memory['fixed_bytes'])} and neurons; a token: {common.size(memory['token_bytes'])} of {ffn}",
         f"delegates and operators: not known ({result['unknown']})" if result["unknown"] else program,
-        common.table(("part", "bytes", "share"), parts),
         common.table(("file", "bytes", "SHA-256"), hashes),
         *([_render_npu(result["npu"])] if result["npu"] else []),
         *(f"lossy: {text}" for text in manifest["lossy"]),
@@ -492,7 +479,7 @@ def render_bundle(result: dict[str, Any]) -> str:
 
 
 def _render_npu(report: dict[str, Any]) -> str:
-    """What the NPU's part does to the model's loss; ``--json`` has the error of every layer."""
+    """Loss with and without the NPU; ``--json`` has the error of every layer."""
     head, loss = f"NPU: {report['soc']}, QNN {report['qnn']}", report["loss"]
     if loss is None:
         return f"{head}; loss with the NPU's part: not measured"

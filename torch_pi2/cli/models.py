@@ -1,4 +1,4 @@
-"""Loading of what a verb was given: models, tokenizers, statistics and predictors."""
+"""Loads the arguments of verbs: models, tokenizers, statistics and predictors."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from torch_pi2.predict.file import FittedPredictors
     from torch_pi2.types.stats import ActivationStats
 
-#: ``--gpu-memory all``: the whole model is on the GPU.
+#: ``--gpu-memory all``: the whole model on the GPU.
 _ALL = "all"
-#: By verb: options that reduce the memory beside the neurons.
+#: By verb: the options that reduce memory for other things than neurons.
 _LESS = {
     "generate": "--max-new-tokens or --num-return-sequences",
     "chat": "--max-tokens",
@@ -36,7 +36,7 @@ _LESS = {
 
 @contextmanager
 def _loading(args: argparse.Namespace, part: str, expected: str) -> Iterator[None]:
-    """Turns errors of transformers (wrong names, broken files, missing consent) into a Pi2Error."""
+    """Turn errors of transformers (wrong names, broken files, missing consent) into a Pi2Error."""
     try:
         from safetensors import SafetensorError
         from transformers.utils import logging
@@ -72,7 +72,6 @@ def _of_transformers(args: argparse.Namespace) -> dict[str, bool]:
 
 
 def dtype_of(args: argparse.Namespace) -> Any:
-    """None: ``auto``."""
     import torch
 
     return None if args.dtype == "auto" else getattr(torch, args.dtype)
@@ -91,25 +90,21 @@ def load_dense(args: argparse.Namespace) -> nn.Module:
         )
     phase(f"load {args.model}")
     if getattr(args, "mapped", False):
-        return _load_mapped(args)
+        import torch_pi2
+
+        if args.dtype != "auto":
+            raise common.excludes("--mapped", f"--dtype {args.dtype}", "mapped weights stay as they are")
+        scratch = None if args.out is None else args.out.parent
+        if scratch is not None:
+            scratch.mkdir(parents=True, exist_ok=True)
+        trust = args.trust_remote_code
+        return torch_pi2.load_mapped(args.model, scratch=scratch, progress=not args.quiet, trust_remote_code=trust)
     with _loading(args, "model", "a Hugging Face causal language model"):
         from transformers import AutoModelForCausalLM
 
         dtype = dtype_of(args) or "auto"
         model: nn.Module = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype, **_of_transformers(args))
     return model.eval()
-
-
-def _load_mapped(args: argparse.Namespace) -> nn.Module:
-    import torch_pi2
-
-    if args.dtype != "auto":
-        raise common.excludes("--mapped", f"--dtype {args.dtype}", "mapped weights stay as they are")
-    scratch = None if args.out is None else args.out.parent
-    if scratch is not None:
-        scratch.mkdir(parents=True, exist_ok=True)
-    trust = args.trust_remote_code
-    return torch_pi2.load_mapped(args.model, scratch=scratch, progress=not args.quiet, trust_remote_code=trust)
 
 
 def load_sparse(args: argparse.Namespace) -> nn.Module:
@@ -141,7 +136,7 @@ def load_sparse(args: argparse.Namespace) -> nn.Module:
 
 
 def _lossy_offload(args: argparse.Namespace) -> Any:
-    """The folder's settings of reading with the options that leave neurons out."""
+    """The folder's OffloadConfig with the options that leave neurons out."""
     from torch_pi2.checkpoint.offloaded import offload_of
     from torch_pi2.store.parts import Parts
 
@@ -154,7 +149,7 @@ def _lossy_offload(args: argparse.Namespace) -> Any:
 
 
 def load_any(args: argparse.Namespace, dense: bool = False) -> nn.Module:
-    """The model of ``args.model``, optimised (unless ``dense``) or plain, in eval mode, on a GPU if asked for."""
+    """The model of ``args.model``, optimised (unless ``dense``) or plain, in eval mode; ``--gpu-memory`` applies."""
     in_memory, wanted = dense or not (Path(args.model) / "pi2").is_dir(), getattr(args, "gpu_memory", None)
     for name, value in {"budget": getattr(args, "budget", None), **common.left_out(args)}.items():
         option = f"{common.option_of(name)} {value}"
@@ -178,7 +173,7 @@ def load_any(args: argparse.Namespace, dense: bool = False) -> nn.Module:
 
 
 def _check_gpu(args: argparse.Namespace, wanted: str, dense: bool) -> None:
-    """Check ``--gpu-memory`` before a model is loaded, which takes long."""
+    """Check ``--gpu-memory`` before the model is loaded."""
     import torch
 
     from torch_pi2.layers.gpu import check_gpu
@@ -203,7 +198,7 @@ def _check_gpu(args: argparse.Namespace, wanted: str, dense: bool) -> None:
 
 
 def of_store(model: nn.Module) -> dict[str, Any] | None:
-    """Reads and omissions of a model over a store, for results of verbs; None: it is in memory."""
+    """Reads and omissions of a model over a store, as JSON values; None: the model is in memory."""
     from torch_pi2.decode.budget import stats
     from torch_pi2.rewrite.state import store_of
 
@@ -225,7 +220,7 @@ def load_tokenizer(args: argparse.Namespace) -> Any:
         raise ConfigError(f"tokenizer of {folder}", expected=expected, found="none", fix=fix)
     settings = folder / "tokenizer_config.json"
     if settings.is_file():
-        parse(read_bytes(settings), settings, unique=False)  # transformers says less of a damaged one
+        parse(read_bytes(settings), settings, unique=False)  # transformers says less about a damaged one
     with _loading(args, "tokenizer of", expected):
         from transformers import AutoTokenizer
 
@@ -233,7 +228,7 @@ def load_tokenizer(args: argparse.Namespace) -> Any:
 
 
 def load_calibration(args: argparse.Namespace) -> tuple[Config, nn.Module, Any, str]:
-    """Settings, the dense model, its tokenizer, and as much text as the settings need."""
+    """Settings, the dense model, its tokenizer, and enough calibration text for the settings."""
     config = common.config_of(args)
     model, tokenizer = load_dense(args), load_tokenizer(args)
     return config, model, tokenizer, common.text_of(args, tokenizer, config.calibration_tokens)
@@ -251,7 +246,7 @@ def load_stats(folder: Path) -> ActivationStats:
 
 
 def load_predictors(folder: Path | None, model_hash: str | None = None) -> FittedPredictors | None:
-    """Predictors of ``folder``, which must have been fitted to the weights with ``model_hash``."""
+    """Predictors of ``folder``; raises StaleArtifactError if they were fitted to other weights than ``model_hash``."""
     from torch_pi2.predict.file import load_predictors
     from torch_pi2.store.parts import Parts
 

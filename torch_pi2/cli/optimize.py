@@ -167,7 +167,7 @@ class Sparsify:
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         common.add_model(parser)
         common.add_out(parser)
-        add = parser.add_argument  # with the defaults of SparsifySettings, whose module needs torch
+        add = parser.add_argument  # defaults are those of SparsifySettings, whose module needs torch
         documents = "UTF-8 documents to train on; stdlib: source of Python's standard library"
         add("--text", nargs="+", required=True, metavar="FILE|stdlib", help=documents)
         heldout = "documents to measure on (default: the last 2 %% of --text, which are not trained on)"

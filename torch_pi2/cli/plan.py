@@ -1,8 +1,8 @@
-"""Choose hot and cold neurons for each layer, and what a machine does with them by batch size, and write plan.json.
+"""Choose hot and cold neurons for each layer, or place them on a machine for each batch size, and write plan.json.
 
-MODEL is a dense checkpoint, with --stats. Or it is a folder that torch_pi2 saved or packed, with --hardware: the plan
-keeps the folder's neuron orders and methods, and gets a part for that machine, the fastest by predicted times under the
-budgets given, for each number of sequences. torch-pi2 optimize MODEL --hardware NAME does both for a checkpoint.
+MODEL is a dense checkpoint (with --stats), or a folder that torch_pi2 saved or packed (with --hardware). In a folder,
+neuron orders and methods stay, and the plan gets the placement with the shortest predicted times under the given
+budgets. torch-pi2 optimize MODEL --hardware NAME does both for a checkpoint.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = "torch-pi2 plan my-model --stats my-stats --predictors my-predictors --out my-plan --hot-frequency 0.5"
 
-#: Options that mean nothing without --hardware.
+#: Options that need ``--hardware``.
 _OF_MACHINE = ("budget", "accelerator_memory", "context", "batches", "fixed_hot_set", "explain")
 
 
@@ -55,13 +55,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return _for_any_machine(args) if args.hardware is None else _for_machine(args)
 
 
-def _is_ours(args: argparse.Namespace) -> bool:
-    return (Path(args.model) / "pi2").is_dir()
-
-
 def _check(args: argparse.Namespace) -> None:
-    """Raises ConfigError for options that contradict each other or are missing."""
-    ours, given = _is_ours(args), [common.option_of(name) for name in _OF_MACHINE if getattr(args, name) is not None]
+    """Raise ConfigError for options that contradict each other or are missing."""
+    ours = (Path(args.model) / "pi2").is_dir()
+    given = [common.option_of(name) for name in _OF_MACHINE if getattr(args, name) is not None]
     if args.hardware is None and given:
         raise common.needs(given[0], "--hardware")
     if args.hardware is None and ours:
@@ -103,11 +100,12 @@ def _for_machine(args: argparse.Namespace) -> dict[str, Any]:
 
     hardware = find_hardware(args.hardware)
     budget = None if args.budget is None else parse_bytes(args.budget)
-    if budget is not None and not _has_store(args):
+    stored = os.path.lexists(Path(args.model) / "pi2" / "model.pi2")
+    if budget is not None and not stored:
         expected, found = "a model over a store", f"{args.model}, which has none"
         fix = "Pack it first: torch-pi2 pack MODEL STORE."
         raise ConfigError(f"--budget {args.budget}", expected=expected, found=found, fix=fix)
-    stats, model = _statistics(args), _loaded(args)
+    stats, model = _statistics(args), _loaded(args, stored)
     plan = get_state(model).plan
     shape = ModelShape.of(model, stats, without_hot(plan))
     request = Request(
@@ -120,19 +118,22 @@ def _for_machine(args: argparse.Namespace) -> dict[str, Any]:
         bool(args.fixed_hot_set),
     )
     solved = solve(request, progress=not args.quiet)
-    result: dict[str, Any] = {"out": None, "hardware": _facts(solved), "buckets": _buckets(solved)}
+    facts = {
+        **solved.made_for,
+        **{name: getattr(solved, name) for name in ("budget_bytes", "accelerator_bytes", "context", "cluster")},
+        "offload": dict(solved.offload),
+        "threads": dict(solved.threads),
+        "dense_from": list(solved.prompt.dense_from),
+    }
+    result: dict[str, Any] = {"out": None, "hardware": facts, "buckets": _buckets(solved)}
     if args.out is not None:
         with_hardware(without_hot(plan), solved).save(args.out)
         result |= {"out": str(args.out), **describe(args.out)}
     return result
 
 
-def _has_store(args: argparse.Namespace) -> bool:
-    return os.path.lexists(Path(args.model) / "pi2" / "model.pi2")
-
-
 def _statistics(args: argparse.Namespace) -> ActivationStats:
-    """The statistics to plan with: of ``--stats``, or of the folder MODEL."""
+    """The statistics of ``--stats``, or those in the folder MODEL."""
     if args.stats is not None:
         return models.load_stats(args.stats)
     from torch_pi2.store.parts import Parts
@@ -149,30 +150,17 @@ def _statistics(args: argparse.Namespace) -> ActivationStats:
     return stats
 
 
-def _loaded(args: argparse.Namespace) -> Any:
-    """A folder of ours; one with a store with as little memory as a token needs."""
+def _loaded(args: argparse.Namespace, stored: bool) -> Any:
+    """The model of folder MODEL; over a store, with memory for the neurons of one token."""
     import torch_pi2
     from torch_pi2.cli.inspect import describe
     from torch_pi2.types.offload import OffloadConfig
 
     folder = Path(args.model)
     how: dict[str, Any] = {"dtype": models.dtype_of(args), "activations": args.activations or "float"}
-    if _has_store(args) and "cliff" in (budget := describe(folder)["budget"] or {}):
+    if stored and "cliff" in (budget := describe(folder)["budget"] or {}):
         how |= {"budget": budget["cliff"], "offload": OffloadConfig(preload=False)}
     return torch_pi2.load(folder, trust_remote_code=args.trust_remote_code, **how)
-
-
-def _facts(plan: HardwarePlan) -> dict[str, Any]:
-    return {
-        **plan.made_for,
-        "budget_bytes": plan.budget_bytes,
-        "accelerator_bytes": plan.accelerator_bytes,
-        "context": plan.context,
-        "offload": dict(plan.offload),
-        "threads": dict(plan.threads),
-        "cluster": plan.cluster,
-        "dense_from": list(plan.prompt.dense_from),
-    }
 
 
 def _buckets(plan: HardwarePlan) -> list[dict[str, Any]]:
@@ -203,7 +191,6 @@ def render(result: dict[str, Any]) -> str:
 
 
 def _render_machine(about: dict[str, Any], buckets: list[dict[str, Any]]) -> str:
-    """Predicted steps by batch size."""
     rows = [bucket | {f"{part}_ms": ms for part, ms in bucket["ms"].items() if ms >= 5e-4} for bucket in buckets]
     parts = [f"{part}_ms" for part in buckets[0]["ms"]]
     names = ("batch", "tokens_per_s", "total_ms", *parts, "hot", "accelerator", "resident", "cache_bytes")

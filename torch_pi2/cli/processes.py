@@ -18,43 +18,42 @@ from torch_pi2.errors import ConfigError
 if TYPE_CHECKING:
     from torch import nn
 
-#: How long to wait for a model in shards, which a slow disk may take long to load.
+#: How long to wait for other processes, which may load shards from a slow disk.
 _LOADING = timedelta(minutes=30)
-#: Seconds between two polls of the store while a group begins.
+#: Seconds between polls of the rendezvous store while a group begins.
 _POLL_S = 0.02
-#: Seconds that a process outlasts a signal, as the first one may have answers to end: longer than a server takes.
+#: Seconds that a follower outlasts a signal: longer than a server takes to end its answers.
 _GRACE_S = 40
 
 
 def several() -> int:
-    """Number of processes that ``torchrun`` has started together."""
+    """The number of processes that ``torchrun`` started together."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def check_alone(verb: str) -> None:
-    """Raises ConfigError: ``torchrun`` has started several processes of ``verb``, which one computes alone."""
+    """Raise ConfigError if ``torchrun`` started several processes of ``verb``, which runs in one."""
     if several() > 1:
         fix = "Start one process; it uses all cores (--threads)."
         raise ConfigError(f"torch-pi2 {verb}", expected="one process", found=str(several()), fix=fix)
 
 
 def is_follower() -> bool:
-    """Whether another process decides what this one computes."""
+    """Whether this process repeats the calls of the first one."""
     return several() > 1 and int(os.environ.get("RANK", "0")) > 0
 
 
 @contextmanager
 def process_group(args: argparse.Namespace, *models: str) -> Iterator[list[str]]:
-    """As :func:`together`, for a command that runs ``models``, of which the first may be in shards. Yields their
-    folders; for shards that of this process' own one.
+    """Run a command on ``models``, of which the first may be in shards. Yields their folders; for shards, the folder
+    of this process's own shard.
 
-    The first process runs the command and coordinates the others. They load the model (:func:`coordinated`), repeat
-    the first one's calls, end with it, and print nothing.
+    The first process runs the command and coordinates the others, which load the model (:func:`coordinated`), repeat
+    its calls, end with it, and print nothing.
 
     Raises:
-        ConfigError: shards in one process or another number than there are shards; several processes without shards; or
-            several models in shards.
-        GroupError: another process was lost, even if something else has ended this one.
+        ConfigError: the numbers of processes and shards differ, or several models are in shards.
+        GroupError: another process was lost, even if this one ended for another reason.
     """
     from torch_pi2.distributed.join import own_shard
     from torch_pi2.distributed.shard_store import shards_in
@@ -81,7 +80,7 @@ def process_group(args: argparse.Namespace, *models: str) -> Iterator[list[str]]
 
 
 def coordinated(args: argparse.Namespace, model: nn.Module) -> nn.Module:
-    """``model``, just loaded within :func:`process_group`. The other processes follow the first one here, and end."""
+    """``model``, just loaded within :func:`process_group`. Processes other than the first follow it here, then exit."""
     from torch_pi2.decode.broadcast import group_of
     from torch_pi2.decode.lead import lead
 
@@ -90,16 +89,19 @@ def coordinated(args: argparse.Namespace, model: nn.Module) -> nn.Module:
     if open_groups is None or group is None:
         return model
     if is_follower():
-        _outlast_signals()
+        # All processes get Ctrl-C and SIGTERM. The first one finishes its answers, and the others end with it; an alarm
+        # ends a process whose first one takes too long.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: signal.alarm(_GRACE_S))
     coordinator = lead(model)
     if coordinator is None:
         raise SystemExit(0)
 
     def end(kind: type[BaseException] | None, _error: object, _trace: object) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):  # this process is ending, and may have to report why
+        for number in (signal.SIGINT, signal.SIGTERM):  # while this process reports why it ends
             signal.signal(number, signal.SIG_IGN)
         coordinator.close()
-        # torchrun ends this process when another one has ended, perhaps before it noticed that itself
+        # torchrun ends this process when another one has died, perhaps before this one noticed
         if group.failure is not None and (kind is None or not issubclass(kind, Exception)):
             raise group.failure
 
@@ -107,17 +109,9 @@ def coordinated(args: argparse.Namespace, model: nn.Module) -> nn.Module:
     return model
 
 
-def _outlast_signals() -> None:
-    """All processes get Ctrl-C and SIGTERM. The first one ends its answers, and this one with it; this one ends alone
-    if that takes too long.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: signal.alarm(_GRACE_S))
-
-
 @contextmanager
 def together(args: argparse.Namespace) -> Iterator[None]:
-    """Within it all processes (``WORLD_SIZE``) are one group, on CPUs. Only the first one prints."""
+    """Join all processes (``WORLD_SIZE``) into one gloo group. Only the first one prints progress."""
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
@@ -136,10 +130,9 @@ def together(args: argparse.Namespace) -> Iterator[None]:
 
 
 def _own_part(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """A part of ``torchrun``'s ``store`` without the entries of processes that it has restarted since.
+    """A part of ``torchrun``'s ``store`` without the addresses of processes that it has restarted since.
 
-    Their addresses are still there, and would be taken for those of the new ones. The first process names the part; the
-    others accept only a name that was given to themselves.
+    The first process names the part; the others accept only a name that answers their own request.
     """
     import torch.distributed as dist
 
@@ -163,7 +156,7 @@ def _own_part(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 def end_of_group(args: argparse.Namespace) -> None:
-    """Leave the group, if there is one. Only the first process prints what comes next."""
+    """Leave the group, if there is one. Only the first process prints from then on."""
     import torch.distributed as dist
 
     if dist.is_initialized():

@@ -43,15 +43,15 @@ def render(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-#: What is shown of a replayed cache.
+#: Fields in the table of replayed caches.
 _CACHE = ("share", "cache_bytes", "policy", "hit_rate", "reads_per_pass", "read_bytes_per_pass")
 
 
 class Replay:
     """Print the hit rates of caches of other sizes and policies on recorded accesses.
 
-    FILE is written by torch_pi2.record_accesses(model, FILE). The replayed cache is that of stores; `optimal` knows the
-    future. Hot share, initial filling and window are those of the run unless they are given.
+    FILE is written by torch_pi2.record_accesses(model, FILE). The replayed cache is that of stores, with the hot share
+    and window of the run; `optimal` knows the future.
     """
 
     EXAMPLE = "torch-pi2 replay accesses.safetensors --budget 30%,50%,700MiB --policies lru,lfu,optimal"
@@ -63,9 +63,6 @@ class Replay:
         budget = "of the cache: shares of all neurons, or bytes, comma-separated"
         add("--budget", default="30%,50%,70%", metavar="SIZES", help=budget)
         add("--policies", metavar="NAMES", help="comma-separated (default: all, and optimal)")
-        hot = "of the cache, for the most frequent neurons: never evicted (default: as it ran)"
-        add("--hot-share", type=float, help=hot)
-        add("--window", type=int, help="calls of a layer whose neurons stay; 0: none (default: as it ran)")
         add("--empty", action="store_true", help="begin with an empty cache instead of the most frequent neurons")
 
     @staticmethod
@@ -77,8 +74,8 @@ class Replay:
         accesses = Accesses.load(args.file)
         policies = args.policies.split(",") if args.policies else [*lists().policies, replay.OPTIMAL]
         slots = [replay.slots_of(accesses, text) for text in args.budget.split(",")]
-        how = {"hot_share": args.hot_share, "window": args.window, "preload": False if args.empty else None}
-        caches = replay.replay_all(accesses, policies, slots, progress=not args.quiet, **how)
+        preload = False if args.empty else None
+        caches = replay.replay_all(accesses, policies, slots, progress=not args.quiet, preload=preload)
         again = replay.as_run(accesses) if accesses.run["whole"] else None
         return {
             "file": str(args.file),

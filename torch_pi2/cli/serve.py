@@ -20,11 +20,11 @@ from torch_pi2.errors import ConfigError
 
 EXAMPLE = "torch-pi2 serve my-sparse-model --port 8000"
 
-#: Environment variable with the API key; others on the machine could read it on the command line.
+#: Environment variable with the API key; a command line could be read by others on the machine.
 KEY = "TORCH_PI2_API_KEY"
-#: Seconds for running answers when the server is told to end.
+#: Seconds for running answers once the server has to end.
 GRACE_S = 30
-#: Seconds for which a server of several processes reports that one is lost, before it ends.
+#: Seconds for which a server reports that a process of its group is lost, before it ends.
 _TELLS_S = 5
 
 
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         if is_follower():
             _served(args, names[0], args.models[0])  # ends with the first process
         with socket.socket(socket.AF_INET6 if ":" in args.host else socket.AF_INET) as listening:
-            # before models are loaded; nobody can connect yet
+            # fails before models are loaded; clients cannot connect yet
             with _address(args):
                 listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 listening.bind((args.host, args.port))
@@ -87,7 +87,7 @@ def _run(args: argparse.Namespace, names: list[str], listening: socket.socket) -
         served.batch.start()
     try:
         with _address(args):
-            listening.listen(config.backlog)  # before the line below invites clients
+            listening.listen(config.backlog)  # before clients see the line below
         where = url_of(*listening.getsockname()[:2])
         print(f"torch-pi2: {', '.join(names)} at {where}/v1 (Ctrl-C ends it)", file=sys.stderr, flush=True)
         print(f"torch-pi2: a page to talk to them, and to look on: {where}/", file=sys.stderr, flush=True)
@@ -107,7 +107,6 @@ def url_of(host: str, port: int) -> str:
 
 @contextlib.contextmanager
 def _address(args: argparse.Namespace) -> Iterator[None]:
-    """Raises ConfigError: the address cannot be listened on."""
     try:
         yield
     except OSError as error:
@@ -126,7 +125,7 @@ def _server(config: Any) -> Any:
         failed_at: float | None = None
 
         async def on_tick(self, counter: int) -> bool:
-            """Also ends the server some time after a process of a model's group was lost."""
+            """Also end the server some seconds after a process of a model's group was lost."""
             served = self.config.app.state.models.values()  # type: ignore[union-attr]
             if self.failed_at is None and any(one.batch.failure is not None for one in served):
                 self.failed_at = time.monotonic()
@@ -135,7 +134,7 @@ def _server(config: Any) -> Any:
             return await super().on_tick(counter)
 
         async def shutdown(self, sockets: Any = None) -> None:
-            """Ends /v1/live streams, which would never end, and gives answers :data:`GRACE_S` to end by themselves."""
+            """End the /v1/live streams, and give answers :data:`GRACE_S` to finish."""
             state = self.config.app.state  # type: ignore[union-attr]
             for live in state.live.values():
                 live.close()
@@ -145,7 +144,7 @@ def _server(config: Any) -> Any:
 
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
-            """As uvicorn has it, but that signals which ended the server do not end the process, too."""
+            """As in uvicorn, except that signals are not raised again after they ended the server."""
             numbers = (signal.SIGINT, signal.SIGTERM)
             before = [signal.signal(number, self.handle_exit) for number in numbers]
             try:

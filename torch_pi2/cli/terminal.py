@@ -1,4 +1,4 @@
-"""What a command shares with its terminal: standard output, tables, messages of libraries, and signals."""
+"""Standard output, tables, messages of libraries, and signals."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from torch_pi2.errors import ArtifactError
 
 #: Names of fields that are shares.
 _SHARE = re.compile(r"share|rate|recall|precision|sparsity|active|used|computed|error$|in_memory|_change$")
-#: Loggers that give advice to developers at start-up; their errors are still shown.
+#: Loggers whose warnings are advice to developers; their errors are still shown.
 _OTHERS = ("torch", "torch.utils._pytree", "torchao", "transformers", "executorch", "root")
-#: Modules whose Python warnings are such advice.
+#: Modules whose Python warnings are, too.
 _WARNERS = r"(torch|torchao|transformers|executorch|huggingface_hub)(\.|$)"
 
 
@@ -30,7 +30,7 @@ class OutputError(ArtifactError):
 
 
 def emit(file: TextIO | None, text: str) -> None:
-    """Write ``text`` to standard output and flush. Raises OutputError, or BrokenPipeError: the reader has gone."""
+    """Write ``text`` and flush. Raises OutputError, or BrokenPipeError if the reader has closed the pipe."""
     try:
         if file is None:
             raise OSError("it is closed")
@@ -52,10 +52,7 @@ def emit(file: TextIO | None, text: str) -> None:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Columns of text; numbers are aligned to the right.
-
-    In a terminal, columns that do not fit go into further tables below, each with the first column.
-    """
+    """Aligned columns, numbers to the right. In a terminal, columns that do not fit go into further tables."""
     body = [list(header), *([str(cell) for cell in row] for row in rows)]
     widths = [max(len(row[i]) for row in body) for i in range(len(header))]
     numbers = [all(re.match(r"[-+]?\d|-?$", row[i]) for row in body[1:]) for i in range(len(header))]
@@ -74,13 +71,13 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def records(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
-    """A table of results as ``--json`` has them: the fields ``names``, each by :func:`shown`, that some row has."""
+    """A table of the fields ``names`` of ``rows``, formatted by :func:`shown`, without fields that no row has."""
     found = [name for name in names if any(row.get(name) is not None for row in rows)]
     return table([name.replace("_", " ") for name in found], [[shown(n, row.get(n)) for n in found] for row in rows])
 
 
 def shown(name: str, value: Any) -> str:
-    """A field of a result: by its name, bytes as a size and shares in per cent."""
+    """The text of a field: by its name, bytes become a size and shares per cent."""
     if value is None:
         return "-"
     if isinstance(value, dict):
@@ -99,9 +96,9 @@ def shown(name: str, value: Any) -> str:
 
 @contextmanager
 def configured(verbose: bool = False, quiet: bool = False) -> Iterator[None]:
-    """Inside the block, our log messages are shown by ``-v`` and ``-q``, and only errors of other libraries.
+    """Inside the block, ``-v`` and ``-q`` set the level of our log messages; other libraries show errors only.
 
-    ``import torch_pi2`` changes no logger and no filter. verbose: show the advice of other libraries too.
+    ``verbose`` also shows the warnings of other libraries. ``import torch_pi2`` changes no logger and no filter.
     """
     ours = logging.getLogger("torch_pi2")
     handler = logging.StreamHandler(sys.stderr)
@@ -127,7 +124,7 @@ def configured(verbose: bool = False, quiet: bool = False) -> Iterator[None]:
 
 @contextmanager
 def muted(verbose: bool = False) -> Iterator[None]:
-    """Discard what C++ code writes to standard error, unless ``verbose``; for the start of a library only."""
+    """Discard standard error of C++ code, unless ``verbose``; for the start of a library only."""
     if verbose:
         yield
         return
@@ -147,7 +144,7 @@ def muted(verbose: bool = False) -> Iterator[None]:
 
 @contextmanager
 def sigterm_as_exit() -> Iterator[None]:
-    """SIGTERM (from kill, timeout, a stopping container) raises SystemExit, so that verbs clean up as after Ctrl-C."""
+    """SIGTERM (from kill, timeout or a container runtime) raises SystemExit, so that verbs clean up as after Ctrl-C."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -160,5 +157,5 @@ def sigterm_as_exit() -> Iterator[None]:
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGTERM) is stop:  # else it is to be ignored until the process has ended
+        if signal.getsignal(signal.SIGTERM) is stop:  # else end() of cli.processes ignores it until the process exits
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""What verbs that write a model say at their end: the verdict, measured or why not, kept in the folder and its card."""
+"""The verdict that verbs print after writing a model, and keep in its folder and model card."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
     from torch_pi2.types.verdict import Verdict
 
-
-#: What is going on while a model is measured; what was written is whole by then.
+#: Phase shown while a model is measured; its folder is complete by then.
 MEASURING = "dense against sparse (--no-verdict leaves it out)"
 
 
@@ -30,19 +29,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def step(verb: str, source: str | Path, settings: Mapping[str, Any]) -> str:
-    """How a folder was made, without the paths of the machine. settings: fields of Config."""
+    """The command that made a folder, without paths of the machine. ``settings``: fields of Config."""
     options = {"calibration_tokens": "tokens"}
     words = [f"{common.option_of(options.get(name, name))} {value}" for name, value in settings.items()]
     return " ".join([f"torch-pi2 {verb}", _name_of(source), *words])
 
 
 def _name_of(source: str | Path) -> str:
-    """A folder's own name, or a name on the Hub."""
     return Path(source).resolve().name if Path(source).is_dir() else str(source)
 
 
 def dense_of(args: argparse.Namespace, needed: int) -> tuple[nn.Module | None, dict[str, str]]:
-    """The dense model ``args.model``, of ``needed`` bytes, beside what is in memory already, or why it is not there."""
+    """The dense model ``args.model``, if ``needed`` bytes are free for it and it loads; else None and the reason."""
     if why := _no_memory(needed):
         return None, {"dense": why}
     try:
@@ -52,24 +50,24 @@ def dense_of(args: argparse.Namespace, needed: int) -> tuple[nn.Module | None, d
 
 
 def _no_memory(needed: int) -> str:
-    """Why ``needed`` bytes are too many; empty: they are not."""
+    """Why ``needed`` bytes do not fit into free memory; empty if they do."""
     from torch_pi2.machine.process import free_bytes
 
     free = free_bytes()
-    fits = free is None or 1.2 * needed <= free
-    sizes = f"it takes {common.size(needed)} beside what is in memory, and {common.size(free or 0)} are free"
-    return "" if fits else sizes
+    if free is None or 1.2 * needed <= free:
+        return ""
+    return f"it takes {common.size(needed)} beside what is in memory, and {common.size(free)} are free"
 
 
 def of_folder(args: argparse.Namespace, verb: str, lossy: Sequence[str] = ()) -> None:
-    """Judge the folder ``args.out`` that ``verb`` made of the folder ``args.source``.
+    """Judge the folder ``args.out`` that ``verb`` made from the folder ``args.source``.
 
-    Where no number changed, the verdict on the source holds, and is not measured again: it says so.
+    If no weight changed, the source's verdict is taken over, with a note, and nothing is measured.
     """
     from torch_pi2.eval.verdict import weight_bytes
 
     earlier, rounded = read(args.source), getattr(args, "weights", None) not in (None, "float")
-    made = (*before(args.source), step(verb, args.source, {"weights": args.weights} if rounded else {}))
+    made = (*(earlier.made if earlier else ()), step(verb, args.source, {"weights": args.weights} if rounded else {}))
     if earlier is not None and not rounded:
         how = f"in memory, of {_name_of(args.source)}, before {verb}"
         speed = earlier.speed and replace(earlier.speed, how="; ".join(filter(None, (earlier.speed.how, how))))
@@ -90,7 +88,7 @@ def _of_folder(args: argparse.Namespace, made: Sequence[str], lossy: Sequence[st
     why = _no_memory(weight_bytes(args.out))
     try:
         sparse = None if why else torch_pi2.load(args.out, trust_remote_code=args.trust_remote_code)
-    except Pi2Error as error:  # what was written is good all the same: a model that only its own code can build
+    except Pi2Error as error:  # the folder is good all the same: such a model needs its own code
         sparse, why = None, f"it does not load without more: {error.found}"
     if sparse is None:
         with Parts(args.out / "pi2") as parts, open_weights(args.out / "pi2") as weights:
@@ -108,13 +106,12 @@ def _of_folder(args: argparse.Namespace, made: Sequence[str], lossy: Sequence[st
 
 
 def loading(args: argparse.Namespace) -> argparse.Namespace:
-    """``args.source`` as the verbs have it that load a MODEL."""
+    """``args`` of a verb that loads ``args.source`` as its MODEL."""
     about = {"trust_remote_code": args.trust_remote_code, "allow_download": False}
     return argparse.Namespace(model=str(args.source), dtype="auto", **about)
 
 
 def read(folder: Path, model_hash: str | None = None) -> Verdict | None:
-    """The verdict of a folder, if it has one."""
     from torch_pi2.types.verdict import Verdict
 
     return Verdict.find(folder / "pi2" if (folder / "pi2").is_dir() else folder, model_hash)
@@ -125,14 +122,8 @@ def as_json(folder: Path, model_hash: str | None = None) -> dict[str, Any] | Non
     return None if found is None else found.to_json()
 
 
-def before(folder: Path) -> Sequence[str]:
-    """The steps that made ``folder``, as far as its verdict says them."""
-    found = read(folder) if folder.is_dir() else None
-    return () if found is None else found.made
-
-
 def keep(folder: Path, verdict: Verdict, source: str | Path) -> None:
-    """Write ``verdict`` and the card into ``folder``, which was made of ``source``."""
+    """Write ``verdict`` and the model card into ``folder``, which was made from ``source``."""
     from torch_pi2.checkpoint.card import write_card
 
     verdict.save(folder / "pi2")
@@ -140,7 +131,7 @@ def keep(folder: Path, verdict: Verdict, source: str | Path) -> None:
 
 
 def shown(data: dict[str, Any] | None) -> str:
-    """A verdict as ``--json`` has it, as lines; nothing if there is none."""
+    """The lines of a verdict in JSON; empty if there is none."""
     if data is None:
         return ""
     from torch_pi2.base.fields import from_json

@@ -27,14 +27,13 @@ def harness(
 
     Args:
         model: of transformers, optimised or not.
-        tasks: names that lm-eval knows, YAML files of tasks, or folders of these. Their data are files, or in the cache
-            of ``datasets``.
-        limit: the first examples of each task (None: all). batch_size: examples at once.
+        tasks: names in lm-eval, YAML files, or folders of these; data in files or in the cache of ``datasets``.
+        limit: examples of each task, from the first one (None: all). batch_size: examples at once.
 
     Raises:
-        LibraryMissingError: no lm-eval. ConfigError: an unknown or broken task, or one whose data are not here; or a
-            ``model`` with ``OffloadConfig.lossy``, which only affects decoding, so that no task would show it.
-        UnsupportedModelError: no model of transformers.
+        LibraryMissingError: lm-eval is not installed. UnsupportedModelError: not a model of transformers.
+        ConfigError: an unknown or broken task, or one without local data; or a ``model`` with ``OffloadConfig.lossy``,
+            which only affects decoding, so that no task would show it.
     """
     if leaves_out(model):
         raise ConfigError(
@@ -59,7 +58,7 @@ def harness(
             HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size),
             tasks=_loaded(tasks),
             limit=limit,
-            random_seed=None,  # do not change the caller's generators
+            random_seed=None,  # leaves the caller's generators alone
             numpy_random_seed=None,
             torch_random_seed=None,
         )
@@ -67,7 +66,6 @@ def harness(
 
 
 def _loaded(tasks: Sequence[str]) -> list[Any]:
-    """Tasks with their data. Raises ConfigError."""
     from lm_eval.tasks import TaskManager
 
     loaded: list[Any] = []
@@ -90,7 +88,7 @@ def _loaded(tasks: Sequence[str]) -> list[Any]:
 
 
 def _metrics(figures: dict[str, Any]) -> dict[str, float]:
-    """``{"acc,none": 0.5, ...}`` by name of the metric, and of its filter if there is one."""
+    """Values of ``{"acc,none": 0.5, ...}`` by metric, with its filter unless that is ``none``."""
     found = {}
     for key, value in figures.items():
         name, comma, filtered = key.partition(",")

@@ -27,9 +27,8 @@ class LossReport:
     Attributes:
         nats_per_token: mean negative log likelihood of the scored tokens.
         bits_per_byte: the same likelihood in bits, over the UTF-8 bytes of exactly those tokens.
-        perplexity: ``exp(nats_per_token)``, per token and thus of this tokenizer.
-        tokens: number of scored tokens.
-        bytes: their length in the text, in UTF-8 bytes.
+        perplexity: ``exp(nats_per_token)``; depends on the tokenizer.
+        tokens, bytes: number of scored tokens, and their UTF-8 bytes in the text.
     """
 
     nats_per_token: float
@@ -45,7 +44,7 @@ class LossReport:
 def logits_of(model: nn.Module, ids_BT: torch.Tensor) -> torch.Tensor:
     """``[B, T, V]`` logits of a Hugging Face model, or of any module that maps ids to logits.
 
-    A model that leaves out neurons which are not in memory is given one token at a time, as in decoding.
+    A model that leaves out neurons that are not in memory gets one token at a time, as in decoding.
     """
     if leaves_out(model):
         return torch.cat([by_token(model, ids_T) for ids_T in ids_BT])
@@ -62,7 +61,7 @@ def logits_of(model: nn.Module, ids_BT: torch.Tensor) -> torch.Tensor:
 
 
 def by_token(model: nn.Module, ids_T: torch.Tensor) -> torch.Tensor:
-    """``[1, T, V]`` logits of the tokens, fed one by one."""
+    """``[1, T, V]`` logits of tokens fed one by one."""
     logits: list[torch.Tensor] = []
     past: dict[str, Any] = {}
     for id_ in ids_T:
@@ -74,11 +73,11 @@ def by_token(model: nn.Module, ids_T: torch.Tensor) -> torch.Tensor:
 
 def _summed_nats(model: nn.Module, batches: Iterable[torch.Tensor]) -> tuple[float, int]:
     total, count = 0.0, 0
-    # sparse as in decoding, so that the loss shows what is dropped
+    # sparse as in decoding, so that the loss shows skipped neurons
     with evaluating(model), sparse_only():
         for ids_BT in batches:
             logits_BTV = logits_of(model, ids_BT[:, :-1])
-            # Row by row: a whole batch of float32 logits over a large vocabulary would be gigabytes.
+            # row by row: a batch of float32 logits over a large vocabulary would be gigabytes
             for logits_TV, target_T in zip(logits_BTV, ids_BT[:, 1:]):
                 total += F.cross_entropy(logits_TV.float(), target_T.long(), reduction="sum").item()
                 count += target_T.numel()
@@ -86,7 +85,7 @@ def _summed_nats(model: nn.Module, batches: Iterable[torch.Tensor]) -> tuple[flo
 
 
 def finite(what: str, value: float) -> float:
-    """``value``. Raises NonFiniteError: it is NaN or infinite."""
+    """``value``; raises NonFiniteError if it is NaN or infinite."""
     if not math.isfinite(value):
         raise NonFiniteError(
             what,
@@ -101,7 +100,7 @@ def nats_per_token(model: nn.Module, batches: Iterable[torch.Tensor]) -> float:
     """Mean negative log likelihood, in nats, of every token but the first of each row.
 
     Args:
-        model: a Hugging Face causal model, or a module mapping ``[B, T]`` ids to ``[B, T, V]`` logits.
+        model: a Hugging Face causal model, or a module that maps ``[B, T]`` ids to ``[B, T, V]`` logits.
         batches: int64 ``[B, T]`` with ``T >= 2``; no padding.
 
     Raises:
@@ -121,14 +120,9 @@ class _Scored:
     text_bytes: int
 
 
-def bos_of(tokenizer: Any) -> list[int]:
-    """The token that the tokenizer puts before texts, if any."""
-    return [i for i in list(tokenizer("")["input_ids"])[:1] if i == tokenizer.bos_token_id]
-
-
 def _encode(tokenizer: Any, text: str, max_tokens: int | None) -> _Scored:
-    """Token ids of ``text``; scoring starts and ends between characters, which byte-level tokens may split."""
-    bos = bos_of(tokenizer)
+    """Token ids of ``text``. Scoring starts and ends between characters, which byte-level tokens may split."""
+    bos = [i for i in list(tokenizer("")["input_ids"])[:1] if i == tokenizer.bos_token_id]
     fast = bool(getattr(tokenizer, "is_fast", False))
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=fast, verbose=False)
     ids = list(encoded["input_ids"])
@@ -151,7 +145,7 @@ def _encode(tokenizer: Any, text: str, max_tokens: int | None) -> _Scored:
             fix="Pass a longer text.",
         )
     if fast:
-        # from the end of the token before: dropped spaces count too
+        # from the end of the previous token, so that dropped spaces count
         start_char = spans[first - 1][1] if first else 0
         text_bytes = len(text[start_char : spans[stop - 1][1]].encode())
     else:
@@ -160,12 +154,12 @@ def _encode(tokenizer: Any, text: str, max_tokens: int | None) -> _Scored:
 
 
 def _windows(scored: _Scored, window: int, batch_size: int) -> list[torch.Tensor]:
-    """Rows of one context token and ``window`` scored ones: the token before, or BOS where the tokenizer adds it."""
+    """Rows of ``window`` scored tokens after one of context: BOS if the tokenizer adds it, else the previous token."""
     rows = []
     for start in range(scored.first, len(scored.ids), window):
         context = scored.bos if len(scored.bos) else scored.ids[start - 1 : start]
         rows.append(torch.cat([context, scored.ids[start : start + window]]))
-    # A short last window goes alone: padding it would cost work and need a mask.
+    # a short last window goes alone, as padding would need a mask
     full = [row for row in rows if len(row) == window + 1]
     batches = [torch.stack(full[i : i + batch_size]) for i in range(0, len(full), batch_size)]
     return batches + [row[None] for row in rows[len(full) :]]
@@ -185,16 +179,14 @@ def bits_per_byte(
 
     Every token but the first is scored once. If the tokenizer adds a BOS token, it precedes every window, and the first
     token is scored too. Context never exceeds ``window`` tokens. A model with ``OffloadConfig.lossy`` gets one token at
-    a time, as in decoding, and takes as long.
+    a time, at the speed of decoding.
 
     Args:
-        model: a causal language model; left in the mode it was in.
-        tokenizer: a Hugging Face tokenizer (None: that of the folder which the model was loaded from).
-        text: what to score.
-        window: scored tokens per row.
-        batch_size: rows per forward pass.
+        model: a causal language model, whose training mode is kept.
+        tokenizer: a Hugging Face tokenizer (None: that of the folder that the model was loaded from).
+        window: scored tokens per row. batch_size: rows per forward pass.
         max_tokens: score at most this many tokens (up to three fewer, to end between characters).
-        progress: show a bar on standard error where that is a terminal.
+        progress: show a bar on standard error, if that is a terminal.
 
     Raises:
         CalibrationError: the text is shorter than two tokens.
@@ -229,10 +221,7 @@ def paired_loss(
 ) -> tuple[list[float], int]:
     """Nats per token of each model on the same windows of ``text``, and the number of scored tokens.
 
-    Models take turns, window by window, until ``until()`` is true.
-
-    Raises:
-        CalibrationError, NonFiniteError: as :func:`bits_per_byte`.
+    Models take turns, window by window, until ``until()`` is true. Raises as :func:`bits_per_byte`.
     """
     totals, tokens = [0.0] * len(models), 0
     for ids_1T in _windows(_encode(tokenizer, text, max_tokens), window, 1):

@@ -1,7 +1,7 @@
 """Milliseconds per generated token, in total and inside the feed-forward layers.
 
-Decoding is a plain greedy loop over the model's own KV cache or a Decoder's, so that the model is timed and not the
-bookkeeping of ``generate``. Models are compared in *alternating* rounds: a machine that slows down slows all of them.
+Decoding is a plain greedy loop over the KV cache of the model or of a Decoder, without the bookkeeping of ``generate``.
+Models are compared in alternating rounds, so that a machine that slows down slows all of them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,7 @@ from torch_pi2.types.site import FFNSite
 
 @dataclass(frozen=True)
 class DecodeTiming:
-    """Medians over rounds, in milliseconds per token; ``ffn_ms`` is 0 if no modules were named.
-
-    Attributes:
-        rounds: the total of each round.
-    """
+    """Medians over rounds, in ms per token (``ffn_ms``: 0 if no modules were named), and the total of each round."""
 
     total_ms: float
     ffn_ms: float
@@ -39,7 +35,7 @@ class DecodeTiming:
 
 
 class _FFNClock:
-    """Sums the seconds spent inside some modules, by forward hooks."""
+    """Sums the seconds inside modules, by forward hooks."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -68,7 +64,7 @@ def _clocked(model: nn.Module, names: Iterable[str]) -> Iterator[_FFNClock]:
 def _decode_round(
     model: nn.Module | Decoder, ids_BT: torch.Tensor, new_tokens: int, names: Iterable[str]
 ) -> tuple[float, float]:
-    """(total, ffn) milliseconds per decoding step; the prompt is processed before the clock starts."""
+    """(total, FFN) milliseconds per decoding step, without the prompt."""
     if isinstance(model, Decoder):
         next_B1 = model.prompt(ids_BT).cpu()
         started = time.perf_counter()
@@ -89,10 +85,9 @@ def _decode_round(
 
 
 def ffn_modules(dense: nn.Module, sites: Iterable[FFNSite]) -> list[str]:
-    """Names of the modules that compute the FFNs of ``sites``, in the dense and in the sparse form.
+    """Names of the modules that compute the FFNs of ``sites``, dense or sparse.
 
-    Where an FFN is not a module of its own (OPT: linears of the decoder layer) these are its linears and what lies
-    between them.
+    An FFN without a module of its own (OPT: linears of the decoder layer) has its linears and the modules between them.
     """
     names: list[str] = []
     for site in sites:
@@ -121,7 +116,7 @@ def time_decode(
         models: of transformers, optimised or not, or decoders of them.
         input_ids: int64 ``[B, T]`` prompt, processed before the clock starts.
         new_tokens: decoding steps per round.
-        warmup, rounds: rounds thrown away, and rounds whose median is reported.
+        warmup, rounds: rounds that are discarded, and rounds whose median is reported.
         ffn_modules: fully-qualified names of the feed-forward modules (:func:`ffn_modules`).
     """
     names = list(ffn_modules)

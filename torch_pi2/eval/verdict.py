@@ -1,4 +1,4 @@
-"""Measures a :class:`torch_pi2.types.verdict.Verdict`, dense against sparse, within seconds for any model."""
+"""Measures a :class:`torch_pi2.types.verdict.Verdict`, dense against sparse, in seconds."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def judge(
 ) -> Verdict:
     """Measure an optimised model beside its dense form.
 
-    Half of ``seconds`` goes to decoding (batch 1, alternating rounds, medians), half to the loss on text that nothing
-    was fitted to (the held-out half of the standard library). Slow steps or windows run a few times all the same.
+    Half of ``seconds`` goes to decoding (batch 1, alternating rounds, medians), half to the loss on held-out text (the
+    standard library). A slow model takes longer, as steps and windows run at least a few times.
 
     Args:
-        sparse: optimised; in memory, or over a store. dense: the model that it was made from; None: not available.
-        folder: of ``sparse``. tokenizer: None: no loss is measured. made: as in the verdict.
-        dense_bytes: None: taken from ``dense``. not_measured: known reasons, by what is not measured.
-        lossy: beside what the plan and the weights say. trust_remote_code: for the folder's tokenizer.
+        sparse: optimised, in memory or over a store. dense: the model that it was made from; None: not available.
+        folder: of ``sparse``. tokenizer: None: no loss is measured. made: commands that made the folder.
+        dense_bytes: None: those of ``dense``. not_measured: reasons, by what is not measured.
+        lossy: in addition to methods of the plan and formats of weights.
 
     Raises:
         ConfigError: ``sparse`` is not optimised. NonFiniteError: a loss is NaN or infinite.
@@ -88,11 +88,14 @@ def unmeasured(
     dense_bytes: int | None = None,
     not_measured: Mapping[str, str] | None = None,
 ) -> Verdict:
-    """The verdict on ``folder`` without running it. Arguments: as :func:`judge`; ``weights``: their format."""
-    about = process.describe()
+    """The verdict on ``folder`` without running it. Arguments as of :func:`judge`; ``weights``: their format."""
+    about, threads = process.describe(), torch.get_num_threads()
+    methods = [f"{count} of {len(plan.layers)} layers {method}" for method, count in lossy_methods(plan).items()]
+    rounded = [f"{weights} weights"] if weights in QUANTIZED else []
+    machine = about["machine"]
     return Verdict(
         model_hash=plan.model_hash,
-        lossy=(*_lossy(plan, weights), *lossy),
+        lossy=(*methods, *rounded, *lossy),
         made=tuple(made),
         sparse_bytes=weight_bytes(Path(folder)),
         dense_bytes=dense_bytes,
@@ -100,7 +103,11 @@ def unmeasured(
         loss=None,
         not_measured=dict(not_measured or {}),
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        machine=_machine(about["machine"]),
+        machine={
+            "cpu": str(machine["cpu"]),
+            "threads": f"{threads} thread{'' if threads == 1 else 's'} on {machine['cores']} cores",
+            "kernels": f"kernels {str(machine['kernels']).strip()}",
+        },
         versions=about["versions"],
     )
 
@@ -117,29 +124,14 @@ def weight_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in (*folder.glob("model*.safetensors"), *inner) if path.is_file())
 
 
-def _machine(machine: Mapping[str, Any]) -> dict[str, str]:
-    threads = torch.get_num_threads()
-    return {
-        "cpu": str(machine["cpu"]),
-        "threads": f"{threads} thread{'' if threads == 1 else 's'} on {machine['cores']} cores",
-        "kernels": f"kernels {str(machine['kernels']).strip()}",
-    }
-
-
-def _lossy(plan: Plan, weights: str) -> tuple[str, ...]:
-    """What changes numbers, in words."""
-    found = [f"{count} of {len(plan.layers)} layers {method}" for method, count in lossy_methods(plan).items()]
-    return (*found, *([f"{weights} weights"] if weights in QUANTIZED else []))
-
-
 def text_or_random(
     model: Any, folder: Path, seed: int, trust_remote_code: bool
 ) -> tuple[str, Callable[[int], torch.Tensor]]:
-    """What to feed a model that is timed, whatever it answers, because it may repeat itself.
+    """Input for timing a model, as greedy text repeats itself.
 
     Returns:
-        What it is, in words: held-out text if ``folder`` has a tokenizer for its vocabulary and weights are not random,
-        else random ids; and a function that gives the next int64 ``[1, T]`` of it.
+        A description of the input (held-out text if ``folder`` has a tokenizer for its vocabulary and weights are not
+        random, else random ids), and a function of T that draws the next int64 ``[1, T]``.
     """
     vocabulary = model.get_input_embeddings().num_embeddings
     generator = torch.Generator().manual_seed(seed)
@@ -160,7 +152,7 @@ def text_or_random(
 
 
 def _heldout_ids(folder: Path, vocabulary: int, trust_remote_code: bool) -> torch.Tensor | None:
-    """Ids ``[N]`` of text; None if the folder has no tokenizer for its vocabulary."""
+    """Ids ``[N]`` of held-out text; None if the folder has no tokenizer for the vocabulary."""
     from transformers import AutoTokenizer
 
     try:
@@ -187,7 +179,7 @@ def _speed(sparse: nn.Module, dense: nn.Module | None, prompt: torch.Tensor, sec
 
 
 def _as_generated(models: Sequence[nn.Module], prompt: torch.Tensor) -> tuple[Sequence[nn.Module | Decoder], str]:
-    """All with the steps of :func:`torch_pi2.generate`, or all with those of transformers; and which, in words."""
+    """Decoders of all models, or the models themselves if one is not supported; and the kind of steps, in words."""
     try:
         decoders = [Decoder(model, max_tokens=_PROMPT + _MOST_TOKENS, compiled=False) for model in models]
         for decoder in decoders:

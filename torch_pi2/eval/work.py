@@ -1,4 +1,4 @@
-"""How much of the dense work the sparse layers did, from the operators' counters."""
+"""The share of dense work that sparse layers did, from the operators' counters."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ class Work:
     """Counted in (token, neuron) pairs over all sparse FFNs.
 
     Attributes:
-        neurons: pairs that a dense model would have computed.
-        gate_rows: pairs of which the first matrix row was used (gate, or up in a plain FFN).
-        up_rows: pairs of which the up row of a gated FFN was used; down_rows: of which the down column was.
+        neurons: pairs that a dense model would compute.
+        gate_rows: pairs whose first matrix row was used (gate, or up in a plain FFN).
+        up_rows: pairs whose up row in a gated FFN was used; down_rows: pairs whose down column was used.
+        dense_rows: matrix rows that a dense model would use.
 
     The shares are None if no sparse FFN ran.
     """
@@ -43,7 +44,7 @@ class Work:
 
     @property
     def rows_used(self) -> float | None:
-        """Share of matrix rows used: the share of FFN weights that was read for one token."""
+        """Share of matrix rows used: the share of FFN weights read for one token."""
         used = self.gate_rows + self.up_rows + self.down_rows
         return used / self.dense_rows if self.dense_rows else None
 
@@ -56,8 +57,8 @@ class Work:
 def work() -> Iterator[Work]:
     """Count the work inside the block; the result is complete when the block ends.
 
-    Inside it layers are sparse for any number of tokens, as in decoding (:func:`torch_pi2.layers.prompt.sparse_only`).
-    The counters are process-wide: nothing else may run sparse layers meanwhile. They are not reset.
+    Inside it, layers are sparse for any number of tokens (:func:`torch_pi2.layers.prompt.sparse_only`). The counters
+    are process-wide, so nothing else may run sparse layers meanwhile.
     """
     done = Work()
     before = counters.read()

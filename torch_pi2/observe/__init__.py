@@ -1,1 +1,1 @@
-"""What happens while a model runs: traces, recorded accesses and their replay, counts of what fires."""
+"""Observation of running models: traces, recorded accesses and their replay, counts of firing neurons."""

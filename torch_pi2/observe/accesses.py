@@ -1,4 +1,4 @@
-"""Recording of the neurons that each call of a model over a store needs, for replays (docs/TRACES.md).
+"""Records the neurons that each call of a model over a store needs, for replays (docs/TRACES.md).
 
 :class:`record_accesses` records in the C++ core, one bit per neuron and call; :class:`Accesses` reads the file.
 """
@@ -31,7 +31,7 @@ _log = logging.getLogger("torch_pi2")
 
 FORMAT = "torch_pi2.accesses"
 VERSION = "1"
-#: Bytes of bits that are kept by default: some 4700 tokens of a 7B model.
+#: Default bytes of recorded bits: some 4700 tokens of a 7B model.
 CAPACITY = 256 << 20
 _FIX = "Record it again, with torch_pi2.record_accesses."
 _DTYPES = {"layers": torch.int32, "streamed": torch.uint8, "wanted": torch.uint8}
@@ -39,7 +39,7 @@ _DTYPES = {"layers": torch.int32, "streamed": torch.uint8, "wanted": torch.uint8
 
 @dataclass(frozen=True)
 class StoredLayer:
-    """A layer of a store: ``cluster`` neurons are read together, as ``read_bytes`` bytes."""
+    """A layer of a store, which reads ``cluster`` neurons together as ``read_bytes`` bytes."""
 
     key: str
     neurons: int
@@ -56,7 +56,7 @@ class Accesses:
     """The neurons that calls needed from a store.
 
     Attributes:
-        stored: the store's layers. model_hash: of its weights. place_bytes: what a slot takes in the cache.
+        stored: the store's layers. model_hash: of its weights. place_bytes: bytes of a slot in the cache.
         run: how the model ran: ``policy``, ``slots`` (of the cache), ``hot_share``, ``preload``, ``window``,
             ``resident`` (by layer, neurons that were never evicted; None: by ``hot_share``) and ``engine``; ``wanted``
             and ``hits`` of the recorded calls; ``lost`` calls; ``whole``: the recording began with the model's first
@@ -74,7 +74,7 @@ class Accesses:
 
     @cached_property
     def slots(self) -> int:
-        """Slots of the store: of a cache that holds everything."""
+        """Slots of a cache that holds the whole store."""
         return sum(layer.slots for layer in self.stored)
 
     @property
@@ -85,7 +85,7 @@ class Accesses:
 
     @cached_property
     def passes(self) -> int:
-        """How often calls began again at an earlier layer: tokens (steps of a batch), and prompts."""
+        """Forward passes (decoding steps and prompts): how often calls began again at an earlier layer."""
         if len(self.stored) == 1:
             return len(self.layers)
         return int((self.layers[1:] < self.layers[:-1]).sum()) + (len(self.layers) > 0)
@@ -147,7 +147,7 @@ class Accesses:
         run.at("hot_share").number(0, 1)
         for name in ("preload", "whole"):
             run.at(name).flag()
-        resident = run.at("resident", None)  # files that were written before there was such a thing have none
+        resident = run.at("resident", None)  # older files have none
         if resident.value is not None:
             for count, layer in zip(resident.items(len(stored), len(stored)), stored, strict=True):
                 count.whole(0, layer.neurons)
@@ -188,14 +188,13 @@ class record_accesses(Recording):
     Args:
         model: loaded with a budget; calls of copies that share its store are recorded too.
         path: of the file; an existing one is replaced.
-        capacity: bytes that are kept in memory until the end: a bit per neuron and call. Calls beyond it are lost,
-            with a warning.
+        capacity: bytes of memory for recorded bits, one per neuron and call. Later calls are lost, with a warning.
 
     Attributes:
         accesses: an :class:`Accesses`, after the end.
 
     Raises:
-        ConfigError: the model has no store or is recorded already, or ``capacity`` is out of range.
+        ConfigError: the model has no store or is already being recorded, or ``capacity`` is out of range.
         ArtifactError: ``path`` cannot be written (raised at once where possible), or the store has been closed.
     """
 
@@ -212,7 +211,6 @@ class record_accesses(Recording):
         check_writable(self.path)
 
     def start(self) -> Self:
-        """Start recording."""
         with explained(str(self._store.path)):
             problem = torch.ops.pi2.store_record(self._store.number, self.capacity)
         if problem:
@@ -226,7 +224,6 @@ class record_accesses(Recording):
         return self
 
     def stop(self) -> Path:
-        """Stop recording, write the file and return its path."""
         before, store = self._before, self._store
         if before is None:
             raise ConfigError(
@@ -254,21 +251,15 @@ class record_accesses(Recording):
             "lost": lost,
             "whole": bool(whole),
         }
-        stored, model_hash, place_bytes = _about(store, before)
-        self.accesses = Accesses(stored, model_hash, place_bytes, run, layers, streamed, bits)
+        unit = SECTOR if "direct" in store.describe() else 1
+        with StoreReader(store.path) as reader:
+            stored = tuple(
+                StoredLayer(key, e.neurons, e.cluster, -(-e.cluster * e.neuron_bytes // unit) * unit)
+                for key, e in zip(reader.keys, reader.entries, strict=True)
+            )
+        place_bytes = max(-(-layer.read_bytes // 64) * 64 for layer in stored)
+        if before["slots"] > 0:  # the actual size on this machine
+            place_bytes = before["cache_bytes"] // before["slots"]
+        self.accesses = Accesses(stored, reader.model_hash, place_bytes, run, layers, streamed, bits)
         self.accesses.save(self.path)
         return self.path
-
-
-def _about(store: Store, stats: dict[str, int]) -> tuple[tuple[StoredLayer, ...], str, int]:
-    """Layers, hash of the weights, and bytes of a slot in the cache."""
-    unit = SECTOR if "direct" in store.describe() else 1
-    with StoreReader(store.path) as reader:
-        stored = tuple(
-            StoredLayer(key, e.neurons, e.cluster, -(-e.cluster * e.neuron_bytes // unit) * unit)
-            for key, e in zip(reader.keys, reader.entries, strict=True)
-        )
-    place = max(-(-layer.read_bytes // 64) * 64 for layer in stored)
-    if stats["slots"] > 0:  # as it is here, whatever a sector is
-        place = stats["cache_bytes"] // stats["slots"]
-    return stored, reader.model_hash, place

@@ -1,4 +1,4 @@
-"""Work the operators have done, counted in C++: what every sparsity figure is made from."""
+"""Work of the operators, counted in C++; every sparsity figure comes from these counters."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ _NAMES = ("calls", "tokens", "neurons", "gate_rows", "up_rows", "down_rows", "de
 
 
 def read(*, reset: bool = False) -> dict[str, int]:
-    """Totals since the last reset, process-wide.
+    """Process-wide totals since the last reset.
 
-    ``calls`` of ``sparse_ffn``, ``tokens`` through it, ``neurons`` (token, neuron) pairs that a dense layer would have
-    computed, and of these the pairs whose first matrix row, up row and down column were really used; ``dense_rows``:
-    matrix rows that a dense layer would have used.
+    ``calls`` of ``sparse_ffn``; ``tokens``; ``neurons``: (token, neuron) pairs that a dense layer would compute;
+    ``gate_rows``, ``up_rows``, ``down_rows``: pairs whose first matrix row, up row and down column were used;
+    ``dense_rows``: matrix rows that a dense layer would use.
     """
     load()
     return dict(zip(_NAMES, torch.ops.pi2.counters(reset).tolist()))
 
 
 def reset() -> None:
-    """Set all counters to zero."""
     read(reset=True)

@@ -1,4 +1,4 @@
-"""While a model is served: the share of each layer's neurons that fires, and where the decoding thread's time goes."""
+"""Live figures of a served model: the share of neurons that fire in each layer, and the decoding thread's time."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from torch_pi2.layers.offloaded import Store
 from torch_pi2.observe import timings
 from torch_pi2.observe.watch import Watch
 
-#: Parts of a model whose time is known, and the rest.
+#: Parts of a step's time.
 PARTS = ("linear", "head", "predictor", "ffn", "wait", "rest")
 
 
 class Firing:
-    """Counts from :meth:`start` to :meth:`stop`; otherwise it costs nothing.
+    """Counts firing neurons from :meth:`start` to :meth:`stop`; costs nothing otherwise.
 
     Attributes:
-        layers: in order of execution; none if the model computes all neurons. A module of experts is one. ``key``: name
-            of its module; ``neurons``: of all its experts; ``experts``: their number (0: no mixture); ``chosen``: share
-            of the experts that a token is routed to; ``method``: how cold neurons are chosen.
+        layers: in order of execution; none if the model computes all neurons. The experts of a module are one layer.
+            ``key``: name of the module; ``neurons``: of all its experts; ``experts``: their number (0: no mixture);
+            ``chosen``: share of the experts that a token is routed to; ``method``: how cold neurons are chosen.
 
     Raises:
         ConfigError, ArtifactError: (by :meth:`start`) see :class:`~torch_pi2.observe.watch.Watch`.
@@ -53,22 +53,19 @@ class Firing:
         ]
 
     def start(self) -> None:
-        """Start counting."""
         if self._watch is not None:
             self._watch.start()
 
     def stop(self) -> None:
-        """Stop counting."""
         if self._watch is not None:
             self._watch.stop()
 
     def read(self, sequences: int) -> list[dict[str, float]]:
-        """What fired in each layer since the last call; any thread. ``sequences``: that are decoded together.
+        """Figures of each layer since the last call, from any thread. ``sequences``: decoded together.
 
         Returns:
-            ``tokens`` of calls; of experts the sum, so a token that goes to two experts counts twice. The rest are
-            shares of all of the layer's neurons: ``hot`` ones, which are always computed, and ``fired_hot`` and
-            ``fired_cold``, which fire for a token on average.
+            ``tokens`` (a token that is routed to two experts counts twice), and mean shares of all neurons of the
+            layer: ``hot`` (always computed), ``fired_hot`` and ``fired_cold``.
         """
         sums = {layer["key"]: torch.zeros(4, dtype=torch.float64) for layer in self.layers}
         for layer, counts in [] if self._watch is None else self._watch.counts(reset=True):
@@ -83,7 +80,7 @@ def _name(layer: SparseFFN) -> str:
 
 
 def _fired(layer: dict[str, Any], tokens: float, hot: float, fired_hot: float, fired_cold: float) -> dict[str, float]:
-    # neurons of experts that a token is not routed to do not fire
+    # only neurons of experts that a token is routed to can fire
     pairs = max(tokens, 1) * layer["neurons"] / max(1, layer["experts"]) / layer["chosen"]
     shares = {"hot": hot / layer["neurons"], "fired_hot": fired_hot / pairs, "fired_cold": fired_cold / pairs}
     return {"tokens": int(tokens), **shares}
@@ -95,9 +92,8 @@ class Spent:
 
     Attributes:
         rounds: how often it began. seconds: wall time.
-        ms: by part of :data:`PARTS`: ``linear`` layers in our formats without the ``head``; ``ffn`` without the
-            ``wait`` for reads in it; ``rest``: attention to keys and values, norms, choosing tokens, and linear layers
-            that are PyTorch's.
+        ms: by part of :data:`PARTS`: ``linear`` layers in our formats without the ``head``; ``ffn`` without its
+            ``wait`` for reads; ``rest``: attention over the KV cache, norms, sampling, and linear layers of PyTorch.
     """
 
     rounds: int = 0
@@ -108,8 +104,8 @@ class Spent:
 class Meter:
     """Adds up the time that a thread spends on each kind of work.
 
-    The core's clocks are read when the kind changes, and every ``every_s`` while it stays. They count the whole
-    process: the time of other models is in the parts too.
+    The core's clocks are read when the kind changes, and at least every ``every_s`` seconds. They are process-wide, so
+    parts include the time of other models.
 
     Args:
         vocabulary: rows of the head, which distinguish it from other linear layers.
@@ -124,14 +120,14 @@ class Meter:
         self._spent: dict[str, Spent] = {}
 
     def enter(self, kind: str) -> None:
-        """The thread begins a round of ``kind``. Only one thread may call this."""
+        """Begin a round of ``kind``; to be called by one thread only."""
         if kind != self._kind or 1e3 * (time.perf_counter() - self._every_s) >= self._before["total"]:
             self._add()
             self._kind = kind
         self._rounds += 1
 
     def read(self) -> dict[str, Spent]:
-        """By kind, since the start, from any thread; the result does not change afterwards."""
+        """Totals by kind, from any thread; a snapshot."""
         return self._spent
 
     def _add(self) -> None:
@@ -145,11 +141,10 @@ class Meter:
             spent = self._spent.get(self._kind, Spent())
             ms = {part: spent.ms[part] + past[part] for part in PARTS}
             added = Spent(spent.rounds + self._rounds, spent.seconds + total / 1e3, ms)
-            self._spent = {**self._spent, self._kind: added}  # a new object: readers keep the old one
+            self._spent = {**self._spent, self._kind: added}  # readers keep the old dict
         self._before, self._rounds = now, 0
 
     def _sample(self) -> dict[str, float]:
-        """Clocks in milliseconds: ``total``, and parts."""
         wait_ns = 0 if self._store is None else self._store.stats()["wait_ns"] / max(1, torch.get_num_threads())
         rows = timings.read(reset=False)
         linear, head = timings.split_head(rows, self._vocabulary)

@@ -1,6 +1,6 @@
 """Hit rates of caches of other sizes and policies on recorded accesses (docs/TRACES.md).
 
-The C++ core replays with the cache that stores use, so the comparison is of what would run.
+The C++ core replays with the same cache that stores use.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch_pi2.errors import ConfigError, check_choice
 from torch_pi2.observe.accesses import Accesses
 from torch_pi2.ops.constants import lists
 
-#: The optimum, which knows the future (Belady 1966); not a policy that can run.
+#: The offline optimum, which knows the future (Belady 1966).
 OPTIMAL = "optimal"
 
 
@@ -28,10 +28,9 @@ class Replayed:
     """One cache on recorded accesses.
 
     Attributes:
-        policy: one of the core's, or ``optimal``. slots: of the cache. share: of all slots of the store.
-        cache_bytes: size of the cache. hits, wanted: neurons. hit_rate: hits / wanted.
-        reads_per_pass, read_bytes_per_pass: slots that were missing, and their bytes. A pass is a token (one
-            sequence) or a prompt.
+        policy: one of the core's, or ``optimal``. slots: of the cache. share: slots / slots of the store.
+        hits, wanted: neurons. hit_rate: hits / wanted.
+        reads_per_pass, read_bytes_per_pass: missing slots, and their bytes, per decoding step or prompt.
     """
 
     policy: str
@@ -58,9 +57,9 @@ def replay(
 
     Args:
         policy: one of the core's, or ``optimal``.
-        hot_share, preload, window: as in :class:`~torch_pi2.OffloadConfig`; None: those of the run. The optimum uses
+        hot_share, preload, window: as in :class:`~torch_pi2.OffloadConfig`; None: as in the run. The optimum uses
             ``preload`` only. Neurons that the run kept resident (:meth:`~torch_pi2.layers.offloaded.Store.arrange`)
-            are resident here, too, unless ``hot_share`` is given.
+            stay resident unless ``hot_share`` is given.
 
     Raises:
         ConfigError: an unknown policy, or sizes out of range.
@@ -97,7 +96,7 @@ def replay(
 def replay_all(
     accesses: Accesses, policies: Sequence[str], slots: Sequence[int], *, progress: bool = False, **how: Any
 ) -> list[Replayed]:
-    """:func:`replay`, for each number of slots with each policy; with a progress bar if it takes over two seconds."""
+    """:func:`replay` for every policy and number of slots; a progress bar appears after two seconds."""
     for policy in policies:
         _check(policy, how.get("hot_share"), how.get("window"))
     all_of_them = [(policy, count) for count in slots for policy in policies]
@@ -111,7 +110,7 @@ def as_run(accesses: Accesses) -> Replayed:
 
 
 def slots_of(accesses: Accesses, budget: str) -> int:
-    """Slots of a budget: ``30%`` of the store's, or those that fit in ``700MiB``. Raises ConfigError."""
+    """The number of slots for a budget: ``30%`` of the store's, or as many as fit in ``700MiB``. Raises ConfigError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*%\s*", budget)
     if match and float(match.group(1)) <= 100:
         return round(float(match.group(1)) / 100 * accesses.slots)

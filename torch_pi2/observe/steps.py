@@ -1,7 +1,7 @@
-"""Decoding steps that are fed with given tokens, not with what the model says (that repeats itself), and timed.
+"""Times decoding steps on given tokens (greedy text repeats itself).
 
-Attention inside a compiled step is not seen by torch's profiler where a step is compiled in C++; the calls of one eager
-step are repeated outside it.
+torch's profiler does not see attention inside a step compiled to C++, so the calls of one eager step are repeated and
+timed alone.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from torch_pi2.layers.offloaded import Store
 from torch_pi2.observe import timings
 from torch_pi2.ops import load
 
-#: Our operator or torch's SDPA, and its positional and keyword arguments.
+#: Our attention operator or torch's SDPA, and its positional and keyword arguments.
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-#: Passes over the attention of all layers, after one to warm up.
+#: Timed passes over the attention of all layers, after one to warm up.
 _PASSES = 7
 
 
 @dataclass(frozen=True)
 class TimedSteps:
-    """How long they took together, the core's clock, what the store counted (None: no store), and what the model would
-    have said after each (as :meth:`Decoder.step` returns it).
+    """Total time, rows of the core's clock, counters of the store (None: no store), and the results of
+    :meth:`Decoder.step`.
     """
 
     seconds: float
@@ -41,20 +41,20 @@ class TimedSteps:
     answers: list[torch.Tensor]
 
     def ms(self, kind: int) -> float:
-        """Of one kind of :mod:`torch_pi2.observe.timings`, of all steps together."""
+        """Milliseconds of one kind of :mod:`torch_pi2.observe.timings`, summed over all steps."""
         return timings.milliseconds(self.timings, kind)
 
     @property
     def misses(self) -> float:
-        """Neurons that were not in the cache of the store."""
+        """Neurons that were read because they were not in the cache."""
         return float(self.stats["wanted"] - self.stats["hits"]) if self.stats else 0.0
 
 
 def timed_steps(decoder: Decoder, ids_BT: torch.Tensor, store: Store | None = None) -> TimedSteps:
-    """Feed ``ids_BT``, a token of each sequence a step."""
+    """Decode with the tokens ``ids_BT``, one column per step."""
     if store is not None:
         store.stats(reset=True)
-    timings.read()  # forget what was before
+    timings.read()  # resets the clock
     started = time.perf_counter()
     answers = [decoder.step(next_B1) for next_B1 in ids_BT.split(1, dim=1)]
     seconds = time.perf_counter() - started
@@ -79,10 +79,9 @@ class Recorder(TorchFunctionMode):
 def attention_ms(
     model: nn.Module, decoder: Decoder, next_B1: torch.Tensor, evict: Callable[[], object] = lambda: None
 ) -> float:
-    """Milliseconds of attention in all layers of a step with ``next_B1``: the calls of one eager step, again.
+    """Milliseconds of attention in all layers of a step with ``next_B1``, by repeating the calls of one eager step.
 
-    Args:
-        evict: is called before each pass; leaves nothing of the KV cache in the CPU's caches, as a step's weights do.
+    ``evict`` is called before each pass, to remove the KV cache from the CPU's caches as a step's weights do.
     """
     recorder = Recorder()
     with packed_attention(model), recorder:
@@ -90,7 +89,7 @@ def attention_ms(
     for _, args, kwargs in recorder.calls:
         mask = kwargs.get("attn_mask")
         if mask is not None and mask.dtype == torch.bool:
-            # a compiled step turns it into what is added together with other work, not inside SDPA
+            # a compiled step converts the mask outside SDPA, fused with other work
             kwargs["attn_mask"] = torch.zeros(mask.shape, dtype=args[0].dtype).masked_fill(~mask, -torch.inf)
     passes = []
     for _ in range(1 + _PASSES):

@@ -1,4 +1,4 @@
-"""How long our operators took: the core's clock, by part of a model."""
+"""Time spent in our operators by part of a model, from the core's clock."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ LINEAR, PREDICTOR, FFN = 0, 1, 2
 
 
 def read(*, reset: bool = True) -> list[list[int]]:
-    """Rows of kind, rows, columns, calls and nanoseconds, of all threads, since the last reset."""
+    """Rows of (kind, rows, columns, calls, nanoseconds) of all threads since the last reset."""
     rows: list[list[int]] = torch.ops.pi2.timings(reset).tolist()
     return rows
 
 
 def milliseconds(timings: Iterable[Sequence[int]], kind: int) -> float:
-    """Of one kind."""
     return sum(row[4] for row in timings if row[0] == kind) / 1e6
 
 
 def split_head(timings: Iterable[Sequence[int]], vocabulary: int) -> tuple[float, float]:
-    """Milliseconds of linear layers without the head, and of the head: the one with ``vocabulary`` rows."""
+    """Milliseconds of linear layers without the head, and of the head, which has ``vocabulary`` rows."""
     rows = [row for row in timings if row[0] == LINEAR]
     head = sum(row[4] for row in rows if row[1] == vocabulary) / 1e6
     return sum(row[4] for row in rows if row[1] != vocabulary) / 1e6, head

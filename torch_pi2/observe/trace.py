@@ -1,7 +1,7 @@
-"""What each thread did, as a file for Perfetto (ui.perfetto.dev) or ``chrome://tracing``.
+"""Traces of all threads, for Perfetto (ui.perfetto.dev) or ``chrome://tracing``.
 
-:class:`trace` records in the C++ core. A span costs one atomic load while nothing is traced, and some 0.2 microseconds
-while something is. docs/TRACES.md describes lanes, stages and counters.
+:class:`trace` records in the C++ core. A span costs some 0.2 microseconds while a trace runs, and one atomic load
+otherwise. docs/TRACES.md describes lanes, stages and counters.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ COUNTERS = (
 )
 _SPAN, _ASYNC, _COUNTER = range(3)
 
-#: Events kept per thread by default: some 10 MB where a thread has as many.
+#: Default number of events kept per thread: some 10 MB when full.
 CAPACITY = 1 << 18
-_ROWS = 4096  #: Events turned into text at a time.
+_ROWS = 4096  #: Events converted to text at a time.
 
 
 class Recording(ABC):
-    """Something recorded from ``start`` to ``stop``, which writes a file, or within a ``with`` block."""
+    """A recording from ``start`` to ``stop``, which writes a file; or of a ``with`` block."""
 
     @abstractmethod
     def start(self) -> Self:
@@ -80,11 +80,11 @@ class Recording(ABC):
         except Pi2Error as unwritten:
             if error is None:
                 raise
-            error.add_note(str(unwritten))  # the error of the block matters more
+            error.add_note(str(unwritten))  # the block's own error is raised
 
 
 class trace(Recording):
-    """Record what compute and I/O threads do, and write it as Chrome trace events when the block ends.
+    """Record the work of compute and I/O threads, and write it as Chrome trace events when the block ends.
 
     ::
 
@@ -96,10 +96,10 @@ class trace(Recording):
 
     Args:
         path: of the JSON file; an existing one is replaced.
-        capacity: events kept per thread, 1 to 16777216; beyond it the oldest are lost, and counted.
+        capacity: events kept per thread, 1 to 16777216; the oldest are dropped beyond that, and counted.
 
     Attributes:
-        events, lost: numbers of events that were written and lost, after the end.
+        events, lost: numbers of events written and lost, after the end.
 
     Raises:
         ConfigError: another trace is running, ``capacity`` is out of range, or ``stop`` without ``start``.
@@ -122,7 +122,6 @@ class trace(Recording):
         self._on = False
 
     def start(self) -> Self:
-        """Start recording."""
         load()
         if not torch.ops.pi2.trace_start(self.capacity):
             raise ConfigError(
@@ -135,7 +134,6 @@ class trace(Recording):
         return self
 
     def stop(self) -> Path:
-        """Stop recording, write the file and return its path."""
         if not self._on:
             raise ConfigError(
                 f"trace {self.path}", expected="one that was started", found="one that was not", fix="Call start()."
@@ -153,7 +151,7 @@ class trace(Recording):
         return self.path
 
     def summary(self) -> dict[str, Any]:
-        """For results in JSON: ``path``, and ``events`` and ``lost_events`` once stopped."""
+        """JSON values: ``path``, ``events`` and ``lost_events``."""
         return {"path": str(self.path), "events": self.events, "lost_events": self.lost}
 
 
@@ -182,7 +180,7 @@ def _document(events_N7: torch.Tensor, threads: list[_Thread]) -> Iterator[str]:
 
 
 def _names(threads: list[_Thread]) -> Iterator[dict[str, Any]]:
-    """Metadata: compute threads first, then I/O threads, numbered in the order of their first events."""
+    """Names of threads: compute threads first, then I/O threads, in the order of their first events."""
 
     def named(what: str, tid: int, **args: Any) -> dict[str, Any]:
         return {"name": what, "ph": "M", "ts": 0, "pid": 1, "tid": tid, "args": args}
@@ -199,7 +197,7 @@ def _names(threads: list[_Thread]) -> Iterator[dict[str, Any]]:
 
 
 def _pieces(events_N7: torch.Tensor) -> Iterator[list[dict[str, Any]]]:
-    """Events in order of time, some thousands at a time; of two that begin together the longer comes first."""
+    """Events in order of begin, the longer first, in lists of some thousands."""
     if len(events_N7) == 0:
         return
     begin_N, length_N = events_N7[:, 3], events_N7[:, 4]
@@ -221,7 +219,7 @@ def _pieces(events_N7: torch.Tensor) -> Iterator[list[dict[str, Any]]]:
             if kind == _SPAN:
                 piece.append({"name": name, "cat": "pi2", "ph": "X", **common, "dur": length / 1e3, "args": given})
                 continue
-            # Reads share one track, each in its lowest free place: the height is the depth of the queue.
+            # reads share one track, each in the lowest free place: the height is the queue depth
             both = {"name": name, "cat": "io", "id": depths.place(begin, begin + length), "pid": 1, "tid": thread + 1}
             piece.append({**both, "ph": "b", "ts": at, "args": given})
             piece.append({**both, "ph": "e", "ts": at + length / 1e3})
@@ -229,7 +227,7 @@ def _pieces(events_N7: torch.Tensor) -> Iterator[list[dict[str, Any]]]:
 
 
 class _Depths:
-    """Assigns overlapping spans different places, the lowest that are free; spans come in the order of their begin."""
+    """Assigns each span the lowest place that no overlapping span has; spans come in order of begin."""
 
     def __init__(self) -> None:
         self._taken: list[tuple[int, int]] = []  # end, place

@@ -1,4 +1,4 @@
-"""Which neurons of a model fire while it is used: running statistics, which cost nothing while nobody asks for them.
+"""Counts which neurons of a model fire in use; costs nothing while no watch runs.
 
 ::
 
@@ -7,14 +7,14 @@
     watched.stats().save("live")
 
 The C++ core counts (csrc/ffn/firing.h) in every call of a layer's operator, from any thread, decoder or compiled graph;
-results keep their bits. The counts have these limits:
+results are bitwise the same. Limits of the counts:
 
-* With a predictor a neuron fires if it was computed and is not zero. A neuron that the predictor missed does not fire.
+* With a predictor, a neuron fires if it was computed and is not zero; neurons that the predictor missed do not count.
 * Prompts computed as matrix products (:mod:`torch_pi2.layers.prompt`) and neurons of an accelerator are not counted.
-* Scores and their histogram are empty; ``zeros`` counts what did not fire
-  where the threshold is zero, and is 0 elsewhere.
-* A call of t tokens, no more than the largest batch size, is a decoding step of t sequences: for size s it has t // s
-  groups. A prompt of so few tokens is taken for one. Experts count tokens alone, those that their router gave them.
+* Scores and their histogram are empty. ``zeros`` counts tokens without firing if the threshold is zero, and is 0
+  otherwise.
+* A call of t tokens, up to the largest batch size, counts as a decoding step of t sequences, with t // s groups for
+  batch size s; so does a short prompt. Experts have no groups, only the tokens that are routed to them.
 """
 
 from __future__ import annotations
@@ -42,22 +42,21 @@ from torch_pi2.store.parts import Parts
 from torch_pi2.types.plan import Plan
 from torch_pi2.types.stats import HIST_BINS, ActivationStats, LayerStats
 
-#: Numbers of sequences decoded together for which it is counted how often a neuron fires for at least one.
+#: Batch sizes for which it is counted how often a neuron fires for at least one of the sequences.
 BATCH_SIZES = (1, 2, 4, 8, 16)
 
 
 class Watch:
     """Counts which neurons of a model's sparse layers fire, from :meth:`start` to :meth:`stop` or in a ``with`` block.
 
-    A second start begins at zero. Copies of a model that share a store are counted together.
+    Each start begins at zero. Copies of a model that share a store are counted together. A neuron fires if its score
+    exceeds the threshold of the statistics that the model was made from, so the counts can be added to them; without
+    statistics, the threshold of its layer (0 except for method ``threshold``).
 
     Args:
-        model: one that torch_pi2 has rewritten or loaded, in memory or over a store. After a conversion (``model.to``)
-            it is no longer seen.
+        model: rewritten or loaded by torch_pi2, in memory or over a store. Calls after a
+            conversion (``model.to``) are not counted.
         batch_sizes: ascending from 1 (every token alone) to 64 at most.
-
-    A neuron fires if its score is larger than the threshold of the statistics that the model was made from, so that the
-    counts can be added to them; without statistics that of its layer, which is 0 except for method ``threshold``.
 
     Raises:
         ConfigError: a dense model, or (by ``start``) a layer that is already watched.
@@ -85,7 +84,6 @@ class Watch:
         weakref.finalize(self, _drop, self._groups).atexit = False
 
     def start(self) -> Self:
-        """Start counting."""
         load()
         with self._turn:
             if self._on:
@@ -121,16 +119,16 @@ class Watch:
 
     @property
     def tokens(self) -> int:
-        """Tokens in all calls that were counted; cheap. Approximate if only experts are counted."""
+        """Number of tokens counted; cheap. Approximate for a model of experts alone."""
         with self._turn:
             first = self._groups[0]
             each = 1.0 if first.grouped else self._slots
             return round(first.tokens() / each) if each else 0
 
     def stats(self, *, reset: bool = False) -> ActivationStats:
-        """The counts so far, in the neurons' original order; the module lists their limits.
+        """The counts so far, in the original order of neurons; may be called from any thread while the model runs.
 
-        Any thread may call this, also while the model runs. ``reset``: count from zero.
+        ``reset``: count from zero.
         """
         with self._turn:
             tokens = self.tokens
@@ -141,7 +139,7 @@ class Watch:
         return ActivationStats(layers, self.plan.model_hash, made_by | ({"predictors": predicted} if predicted else {}))
 
     def counts(self, *, reset: bool = False) -> list[tuple[SparseFFN, torch.Tensor]]:
-        """For each layer int64 ``[1 + I]``: tokens, and for how many each neuron fired; hot neurons first.
+        """For each layer int64 ``[1 + I]``: tokens, and for how many each neuron fired, hot neurons first.
 
         Much cheaper than :meth:`stats`. ``reset``: count from zero.
         """
@@ -163,14 +161,14 @@ class _Group:
         self.grouped = bool(sizes)
         self.cuts = [cuts[layer.site.key] for layer in layers]
         self._number = 0  # of the core's watch; 0: none is under way
-        #: of the watch that has ended, as ``firing_read`` gives them
+        # counts of the watch that has ended, in the layout of ``firing_read``
         self._ended = [
             torch.zeros((1 + len(self.sizes), 1 + layer.site.intermediate), dtype=torch.int64) for layer in layers
         ]
 
     def start(self) -> None:
         first = self.layers[0]
-        # below its own threshold a neuron is zero already
+        # neurons with thresholds of their own are zero below them
         cuts = [cut if layer.thresholds is None else 0.0 for layer, cut in zip(self.layers, self.cuts)]
         if isinstance(first, OffloadedFFN):
             numbers = [layer.store_layer for layer in self.layers if isinstance(layer, OffloadedFFN)]
@@ -187,19 +185,19 @@ class _Group:
         self.drop()
 
     def drop(self) -> None:
-        """Stop, if it runs; counts since the start are lost."""
+        """Stop without keeping the counts."""
         number, self._number = self._number, 0
         if number:
             torch.ops.pi2.firing_stop(number)
 
     def tokens(self) -> float:
-        """The mean over layers; of experts the mean over modules."""
+        """Mean over layers, or over modules of experts."""
         ended = sum(int(counts[0, 0]) for counts in self._ended)
         total = int(torch.ops.pi2.firing_tokens(self._number)) if self._number else ended
         return total / (len(self.layers) if self.grouped else len({y.site.experts for y in self.layers}))
 
     def counts(self, index: int, reset: bool) -> torch.Tensor:
-        """``[1 + sizes, 1 + I]``, in plan order."""
+        """int64 ``[1 + sizes, 1 + I]``, neurons in plan order."""
         found: torch.Tensor = self._ended[index]
         return torch.ops.pi2.firing_read(self._number, index, reset) if self._number else found
 
@@ -229,7 +227,6 @@ class _Group:
 
 
 def _drop(groups: Sequence[_Group]) -> None:
-    """Let the core stop counting."""
     with unseen_by_modes():
         for group in groups:
             group.drop()
@@ -245,7 +242,7 @@ def _already() -> ConfigError:
 
 
 def _profiled(model: nn.Module) -> dict[str, float]:
-    """By key the threshold of the statistics that the model has, or its store."""
+    """Thresholds by key, from the statistics of the model or of its store."""
     state = get_state(model)
     if state.stats is not None:
         return {stats.key: stats.threshold for stats in state.stats}
@@ -256,7 +253,7 @@ def _profiled(model: nn.Module) -> dict[str, float]:
 
 
 def _slots(model: nn.Module, layers: Sequence[SparseFFN]) -> float:
-    """Of a mixture of experts, how many of a module's experts a token goes to."""
+    """The number of experts that a token is routed to in a module; 0: no mixture."""
     shares = chosen_shares(getattr(model, "config", None), [layer.site for layer in layers])
     modules = [layer.site.experts for layer in layers]
     return max((share * modules.count(module) for module, share in shares.items() if module is not None), default=0.0)

@@ -1,4 +1,4 @@
-"""One HTML file that shows what is known of a model folder: how neurons fire, the plan, its times, caches and reads."""
+"""One HTML file about a model folder: how neurons fire, the plan, and its predicted times."""
 
 from torch_pi2.report.collect import Report, collect
 from torch_pi2.report.page import write

@@ -31,26 +31,22 @@ from torch_pi2.types.verdict import Verdict
 if TYPE_CHECKING:
     from torch_pi2.predict import AnyPredictor
 
-#: The facts of a report; JSON values only. Parts that are not known are None or empty, and listed in ``missing``.
+#: The facts of a report, as JSON values. Unknown parts are None or empty, and listed in ``missing``.
 Report = dict[str, Any]
-#: Points of a curve: as many as a line 300 pixels wide shows.
+#: Points of a curve, enough for a line 300 pixels wide.
 _POINTS = 60
 
 
-def collect(
-    folder: str | Path,
-    *,
-    plan: str | Path | None = None,
-) -> Report:
-    """Read what is known of the model in ``folder``. No weights are loaded and nothing is run.
+def collect(folder: str | Path, *, plan: str | Path | None = None) -> Report:
+    """Read the facts about the model in ``folder``, without loading weights or running it.
 
     Args:
         folder: a model that was saved (``torch_pi2.save``, ``torch-pi2 optimize``) or packed.
-        plan: folder of another plan for the model than its own, as :func:`torch_pi2.load` takes it.
+        plan: folder of another plan than the model's own, as :func:`torch_pi2.load` takes it.
 
     Raises:
-        ArtifactError: the folder has no files of torch_pi2; a file is missing or damaged.
-        StaleArtifactError: statistics or predictors are of other weights; ``plan`` is for another folder.
+        ArtifactError: the folder has no files of torch_pi2, or one is missing or damaged.
+        StaleArtifactError: statistics or predictors are of other weights, or ``plan`` is for another folder.
     """
     folder = Path(folder)
     inner = folder / "pi2" if (folder / "pi2").is_dir() else folder
@@ -79,7 +75,7 @@ def collect(
 
 
 def _made(folder: Path, plan: str | Path | None) -> dict[str, str]:
-    """When, by which command and on which machine the report was made; of files the names alone."""
+    """Date, command, machine and versions of the report, without paths."""
     about = process.describe()
     words = [] if plan is None else ["--plan", Path(plan).name]
     machine = f"{about['machine']['cpu']}, {about['machine']['cores']} cores, {size(about['machine']['memory_bytes'])}"
@@ -92,7 +88,7 @@ def _made(folder: Path, plan: str | Path | None) -> dict[str, str]:
 
 
 def _model(folder: Path, inner: Path, model_hash: str) -> dict[str, Any]:
-    """Name, sizes, and bytes: of a store by purpose, else by file."""
+    """Name, sizes, and bytes: by purpose for a store, else by file."""
     if stored := os.path.lexists(inner / STORE_FILE):
         with StoreReader(inner / STORE_FILE) as store:
             weights, by_part = store.neuron_formats, store.regions()
@@ -133,8 +129,8 @@ def _shape(config: Mapping[str, Any]) -> str:
 def firing_rows(stats: ActivationStats) -> list[dict[str, Any]]:
     """A row per layer, or per block of experts.
 
-    Each has ``cdf``: points (share of neurons, the most frequent first; share of all firings that are theirs), and
-    ``by_batch``: tokens taken together -> mean share of neurons that fire for at least one of them.
+    ``cdf``: points (share of neurons, the most frequent first; their share of all firings). ``by_batch``: number of
+    tokens -> mean share of neurons that fire for at least one of them.
     """
     groups = groupby(stats, key=lambda layer: layer.experts or layer.key)
     return [_firing(key, list(layers)) for key, layers in groups]
@@ -142,8 +138,8 @@ def firing_rows(stats: ActivationStats) -> list[dict[str, Any]]:
 
 def _firing(key: str, layers: list[LayerStats]) -> dict[str, Any]:
     fired = torch.cat([layer.fired for layer in layers])
-    seen = [layer for layer in layers if layer.tokens]  # a router may have chosen an expert for no token
-    sizes = [set(_batch_sizes(layer)) for layer in seen] or [set()]
+    seen = [layer for layer in layers if layer.tokens]  # some experts may have been routed no token
+    sizes = [{b for b, n in zip(y.batch_sizes, y.batch_groups.tolist(), strict=True) if n > 0} for y in seen]
     return {
         "key": key,
         "neurons": len(fired),
@@ -151,17 +147,13 @@ def _firing(key: str, layers: list[LayerStats]) -> dict[str, Any]:
         "cdf": _cdf(fired),
         "by_batch": {
             batch: float(np.mean([float(layer.frequency(batch).mean()) for layer in seen]))
-            for batch in sorted(set.intersection(*sizes))
+            for batch in sorted(set.intersection(*sizes or [set()]))
         },
     }
 
 
-def _batch_sizes(layer: LayerStats) -> list[int]:
-    return [batch for batch, seen in zip(layer.batch_sizes, layer.batch_groups.tolist(), strict=True) if seen > 0]
-
-
 def _cdf(fired_I: torch.Tensor) -> list[tuple[float, float]]:
-    """Points of the curve, denser where it is steep; none where no neuron fired."""
+    """Points of the curve, denser where it is steep; empty if no neuron fired."""
     below = np.cumsum(np.sort(fired_I.numpy())[::-1].astype(np.float64))
     n = len(below)
     if n == 0 or below[-1] == 0:
@@ -171,7 +163,7 @@ def _cdf(fired_I: torch.Tensor) -> list[tuple[float, float]]:
 
 
 def plan_facts(plan: Plan, predictors: Mapping[str, AnyPredictor]) -> dict[str, Any]:
-    """``rows`` in order of execution, ``buckets`` by batch (0: any), ``hardware`` (None: any machine)."""
+    """``rows`` in order of execution, ``buckets`` by batch size (0: any), ``hardware`` (None: any machine)."""
     hardware, nothing = plan.hardware, (0,) * len(plan.layers)
     counts = [(tuple(layer.n_hot for layer in plan.layers), nothing, nothing)]
     buckets: list[dict[str, Any]] = [{"batch": 0, "cache_bytes": 0, "ms": {}}]
@@ -194,7 +186,7 @@ def _row(
     counts: Sequence[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]],
     predictors: Mapping[str, AnyPredictor],
 ) -> dict[str, Any]:
-    """``hot``, ``accelerator`` and ``resident`` neurons by bucket; of predictors bytes in sum, the rest on average."""
+    """``hot``, ``accelerator`` and ``resident`` neurons by bucket; of predictors bytes in sum, else means."""
     numbers, layers = [i for i, _ in group], [layer for _, layer in group]
     places = {
         name: [sum(bucket[kind][i] for i in numbers) for bucket in counts]
@@ -218,7 +210,7 @@ def _row(
 
 
 def _hardware(plan: Any) -> dict[str, Any]:
-    """The machine that the plan is for; ``source``: ``measured`` or ``published``; budget None: all in memory."""
+    """The plan's machine; ``source``: ``measured`` or ``published``; ``budget_bytes`` None: all in memory."""
     settings = {f"{role} threads": str(count) for role, count in plan.threads.items()}
     settings |= {name.replace("_", " "): str(value) for name, value in plan.offload.items()}
     return {
@@ -232,7 +224,7 @@ def _hardware(plan: Any) -> dict[str, Any]:
 
 
 def _missing(report: Report, folder: Path) -> list[dict[str, str]]:
-    """Plots that cannot be drawn: why, and what to run to get them."""
+    """Plots that cannot be drawn, why, and the commands that make them possible."""
     plan, model, name = report["plan"], report["model"], shlex.quote(str(folder))
     found: list[tuple[str, str, str]] = []
     if not report["firing"]:

@@ -1,4 +1,4 @@
-"""The report as one HTML file that needs nothing from elsewhere: plotly.js is in it."""
+"""The report as one self-contained HTML file, with plotly.js in it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ th,td{padding:5px 10px;text-align:right;white-space:nowrap;border-bottom:1px sol
 th:first-child,td:first-child,.text{text-align:left}
 code{display:block;overflow-x:auto;white-space:pre;background:#f4f5f7;padding:6px 10px;margin:4px 0 12px}
 """
-#: Unpacks plotly.js (compressed it is a third of the bytes) and draws every plot.
+#: Unpacks plotly.js, which gzip makes three times smaller, and draws every plot.
 _JS = """
 async function draw() {
   const bytes = Uint8Array.from(atob(document.getElementById('plotly').textContent), (c) => c.charCodeAt(0));
@@ -58,7 +58,7 @@ _NOTE = "In brackets: the number of sequences that are decoded together. Shares 
 
 
 def write(report: Mapping[str, Any], path: str | Path) -> Path:
-    """Write ``report`` to ``path``, by atomic rename; returns it.
+    """Write ``report`` to ``path`` by atomic rename, and return the path.
 
     Raises:
         LibraryMissingError: plotly is not installed. ArtifactError: ``path`` cannot be written.
@@ -67,8 +67,7 @@ def write(report: Mapping[str, Any], path: str | Path) -> Path:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
         raise missing_package("plotly", "report", error) from error
-    script = str(get_plotlyjs())
-    atomic_write(path, (piece.encode() for piece in _page(report, script)))
+    atomic_write(path, (piece.encode() for piece in _page(report, str(get_plotlyjs()))))
     return Path(path)
 
 
@@ -96,7 +95,7 @@ def _page(report: Mapping[str, Any], plotly_js: str) -> Iterator[str]:
 
 
 def _list(rows: list[tuple[str, str]]) -> str:
-    """A card of names, and HTML beside each."""
+    """A card with a list of names and HTML values."""
     return f'<section class="card"><dl>{"".join(f"<dt>{escape(n)}</dt><dd>{v}</dd>" for n, v in rows)}</dl></section>\n'
 
 
@@ -110,7 +109,7 @@ def _card(plot: Plot) -> str:
 
 
 def _header(report: Mapping[str, Any]) -> Iterator[str]:
-    """Name, verdict and facts. Random weights and published figures are named first."""
+    """Name, verdict and facts; warnings about random weights and published figures come first."""
     model, plan = report["model"], report["plan"]
     hardware = plan and plan["hardware"]
     yield f"<h1>{escape(model['name'])}</h1><p>{escape(model['shape'])}</p>"
@@ -144,7 +143,7 @@ def _header(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _layers(plan: Mapping[str, Any], firing: Mapping[str, float]) -> Iterator[str]:
-    """A line per layer, or per block of experts."""
+    """A table with a line per layer, or per block of experts."""
     hot = [f"hot ({bucket['batch']})" if bucket["batch"] else "hot" for bucket in plan["buckets"]]
     columns = ["layer", "method", "neurons", *(["fire"] if firing else []), *hot, "cold computed", "rank", "recall"]
     columns += ["precision", "predictor"]

@@ -22,7 +22,7 @@ PARTS = {
     "head": ("head", "#63a355"),
     "glue": ("everything else", "#9aa0a6"),
 }
-#: Where a neuron is computed from.
+#: Places of neurons, their names and colors.
 _PLACES = {
     "accelerator": ("hot, on the accelerator", "#9c1f3f"),
     "hot": ("hot, in memory", "#e15759"),
@@ -32,13 +32,13 @@ _PLACES = {
     "cold_read": ("cold, read when it is not in the cache", "#cbe6e3"),
 }
 _PERCENT = {"tickformat": ".0%"}
-#: Layers that can have a label each.
+#: Most layers that are labeled one by one.
 _LABELS = 12
 
 
 @dataclass(frozen=True)
 class Plot:
-    """``figure`` is drawn by plotly.js; ``title`` and ``read``, how to read it, stand above it."""
+    """``figure`` is for plotly.js; ``title`` and ``read`` (how to read it) are shown above it."""
 
     name: str
     title: str
@@ -47,7 +47,7 @@ class Plot:
 
 
 def plots(report: Mapping[str, Any]) -> dict[str, list[Plot]]:
-    """By section, the plots that the report has facts for."""
+    """By section, the plots for which the report has facts."""
     firing, plan = report["firing"], report["plan"]
     found: dict[str, list[Plot]] = {"Neurons": [], "Plan": [], "Time": []}
     if any(row["cdf"] for row in firing):
@@ -85,7 +85,7 @@ def _keys(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _layer_axis(rows: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
-    """An axis of layers, of which some sixteen have the number of the layer as a label."""
+    """An axis of layers with about sixteen labels, the numbers of layers."""
     every = slice(None, None, max(1, len(rows) // 16))
     short = [next((part for part in row["key"].split(".") if part.isdigit()), row["key"]) for row in rows]
     return _axis("layer", tickvals=_keys(rows)[every], ticktext=[escape(s) for s in short][every], **more)
@@ -143,11 +143,11 @@ def _sparsity(rows: Sequence[Mapping[str, Any]]) -> Plot:
 
 
 def places(row: Mapping[str, Any], number: int, stored: bool) -> dict[str, int]:
-    """Neurons of a row in one bucket, by place; together all of them."""
+    """Numbers of a row's neurons by place, in one bucket."""
     hot, accelerator, resident = (row[name][number] for name in ("hot", "accelerator", "resident"))
     if not stored:
         return {"accelerator": accelerator, "hot": hot - accelerator, "cold": row["neurons"] - hot}
-    kept = min(row["neurons"], accelerator + resident)  # resident ones begin after the accelerator's
+    kept = min(row["neurons"], accelerator + resident)  # resident neurons follow those of the accelerator
     return {
         "accelerator": accelerator,
         "hot": min(hot, kept) - accelerator,
@@ -158,7 +158,7 @@ def places(row: Mapping[str, Any], number: int, stored: bool) -> dict[str, int]:
 
 
 def _plan(plan: Mapping[str, Any]) -> Plot:
-    """Where each layer's neurons are, for one batch size at a time."""
+    """Places of each layer's neurons, for one batch size at a time."""
     rows, buckets = plan["rows"], plan["buckets"]
     stored = plan["hardware"] is not None and plan["hardware"]["budget_bytes"] is not None
     names = [n for n in _PLACES if any(places(r, b, stored).get(n) for r in rows for b in range(len(buckets)))]
