@@ -1,4 +1,4 @@
-"""``torch_pi2.export(model, folder)``: an optimised model as a folder that ExecuTorch runs (docs/BUNDLE.md)."""
+"""``torch_pi2.export(model, folder)``: write an optimised model as a bundle for ExecuTorch (docs/BUNDLE.md)."""
 
 from __future__ import annotations
 
@@ -60,42 +60,40 @@ def export(
 ) -> Path:
     """Write an optimised ``model`` as a bundle: ``model.pte``, ``model.pi2``, tokenizer and ``manifest.json``.
 
-    Feed-forward layers become calls of our delegate, and their weights go to the store ``model.pi2`` (none of them is
-    in ``model.pte``); everything else goes to XNNPACK. ``model`` is unchanged. An earlier bundle in ``folder`` is
-    replaced once the new one is complete.
+    Feed-forward layers become calls of our delegate, with all of their weights in the store ``model.pi2``; everything
+    else goes to XNNPACK. ``model`` is not modified. An earlier bundle in ``folder`` is replaced once the new one is
+    complete.
 
     Args:
         model: from :func:`torch_pi2.optimize` or :func:`torch_pi2.load`, in memory or over a store. A Hugging Face
-            decoder gets the methods ``forward``, ``decode_bN`` for each of ``batches``, and ``fork``, all over one KV
-            cache; any other module gets the method ``forward``, traced with ``args``, ``kwargs`` and
-            ``dynamic_shapes`` as ``torch.export.export`` takes them.
-        target: ``xnnpack`` (CPU) or ``qnn:SM8650`` (docs/QNN.md has the others): hot neurons on Qualcomm's NPU.
+            decoder gets the methods ``forward``, ``decode_bN`` for each of ``batches``, and ``fork``, over one KV
+            cache; any other module gets ``forward``, traced with ``args``, ``kwargs`` and ``dynamic_shapes`` of
+            ``torch.export.export``.
+        target: ``xnnpack`` (CPU), or hot neurons on Qualcomm's NPU: ``qnn:SM8650`` (others: docs/QNN.md).
         tokenizer: written to the bundle.
-        max_tokens: length of a sequence, prompt and answer together. max_prompt: tokens that one call of ``forward``
-            takes; longer prompts are read in pieces.
-        linears: format of linear layers outside FFNs in a float model: ``float32``, ``int8`` or ``int4`` (lossy;
-            XNNPACK's 8-bit activations). Layers that are quantised already keep their format.
-        kv: format of a decoder's keys and values: ``float32``, ``float16`` or ``int8`` (with a scale for each token
-            and head; both are lossy, and take a half and a quarter of the memory).
-        hot: batch size -> chunks of 512 neurons that the accelerator computes in each layer. Default: from the
-            statistics. With ``xnnpack``, XNNPACK plays the accelerator (default: there is none).
-        hot_prompts: token counts N of methods ``prefill_N``, in which the accelerator computes whole layers; the last
-            piece of a prompt is padded. Otherwise ``forward`` reads prompts. Default: 128 on an NPU whose memory holds
-            the feed-forward layers, else none.
-        hot_attention: whether the accelerator also computes attention with its projections: ``none``, or in those of
-            ``prompts``; ``kv`` has to be float32 or float16 then. Default: ``prompts`` on an NPU whose memory holds it.
-        precision, blocks, quantization, weight_sharing: for the NPU's part, see
-            :class:`torch_pi2.export.qnn.Settings`.
-        calibration: text (with ``tokenizer``), ids or batches, as for :func:`torch_pi2.optimize`, on which the inputs
-            of hot parts are observed. Needed by ``qnn`` unless ``precision`` is ``fp16``.
-        progress: bars on standard error in a terminal, and else log lines (:mod:`torch_pi2.base.progress`).
+        max_tokens: sequence length, prompt and answer together. max_prompt: most tokens per call of ``forward``; longer
+            prompts are split.
+        linears: format of linear layers outside FFNs of a float model: ``float32``, ``int8`` or ``int4`` (lossy, with
+            XNNPACK's 8-bit activations). Quantised layers keep their format.
+        kv: format of the KV cache: ``float32``, ``float16`` or ``int8`` with a scale per token and head; the latter
+            two are lossy and take a half and a quarter of the memory.
+        hot: batch size -> chunks of 512 neurons per layer on the accelerator. Default: from the statistics. With
+            ``xnnpack``, XNNPACK plays the accelerator (default: none).
+        hot_prompts: token counts N of methods ``prefill_N``, which compute whole layers on the accelerator, with
+            padding; ``forward`` reads other prompts. Default: 128 if the NPU's memory holds the FFNs, else none.
+        hot_attention: ``prompts``: the accelerator also computes attention and its projections in ``prefill_N``, with
+            ``kv`` in float32 or float16; or ``none``. Default: ``prompts`` if the NPU's memory holds it.
+        precision, blocks, quantization, weight_sharing: of the NPU's part, see :class:`torch_pi2.export.qnn.Settings`.
+        calibration: text (with ``tokenizer``), ids or batches, as for :func:`torch_pi2.optimize`, to observe the inputs
+            of hot parts. Needed by ``qnn`` unless ``precision`` is ``fp16``.
+        progress: bars on standard error in a terminal, else log lines (:mod:`torch_pi2.base.progress`).
 
     Raises:
-        ConfigError: a dense model, a wrong setting, or more ``max_tokens`` than the traced methods are right for (the
-            message has the largest number). UnsupportedModelError: hot parts of experts, or something that torch,
-            transformers or ExecuTorch cannot export; the message has the reason. LibraryMissingError:
-            executorch is not installed, or for ``qnn`` Qualcomm's libraries are not. ArtifactError: the folder holds
-            other files, or cannot be written. CalibrationError: see ``calibration``.
+        ConfigError: a dense model, an invalid setting, or ``max_tokens`` above the length for which the traced methods
+            are correct (the message has it). UnsupportedModelError: hot parts of experts, or torch, transformers or
+            ExecuTorch cannot export the model. LibraryMissingError: executorch or Qualcomm's libraries are not
+            installed. ArtifactError: the folder holds other files, or cannot be written. CalibrationError: calibration
+            data are missing.
     """
     settings = ExportSettings(
         target=target,
@@ -198,14 +196,13 @@ def _check_model(
 def _write_program(
     path: Path, source: Source, methods: Methods, settings: ExportSettings, facts: StoreFacts
 ) -> tuple[int, int]:
-    """Trace, check, lower and write methods; bytes of ExecuTorch's memory for them, and of XNNPACK's."""
+    """Trace, check, lower and write the methods. Returns bytes of ExecuTorch's arena and XNNPACK's workspace."""
     from torch_pi2.export.partitioner import lower
 
     layers, progress = source.layers, settings.progress
     preload_from = [min(of_layer) * CHUNK for of_layer in zip(*methods.chunks.values())] or [0] * len(layers)
 
     def blob(layer: int, role: int, first: int, queue: int) -> bytes:
-        """What a delegate operator becomes. The store is preloaded from the first neuron that decoding wants."""
         wanted = min(preload_from[layer], layers[layer].site.intermediate)
         return blob_of(facts, layers, layer, role, first, queue, wanted).pack()
 
@@ -236,7 +233,7 @@ def _save_small(model: nn.Module, tokenizer: Any, staging: Path) -> None:
             fix="Pass AutoTokenizer.from_pretrained(...).",
         )
     tokenizer.save_pretrained(staging)
-    for path in staging.iterdir():  # further chat templates, which are not used
+    for path in staging.iterdir():  # unused additional chat templates
         if path.is_dir():
             shutil.rmtree(path)
     if hasattr(tokenizer, "apply_chat_template"):

@@ -1,7 +1,7 @@
-"""How the attention of a Hugging Face decoder is traced, with a KV cache in buffers of the program.
+"""Tracing the attention of Hugging Face decoders over a KV cache in buffers of the program.
 
-Models that call the attention function of transformers get our operator of it. Models with
-attention in their own code read whole lanes of the cache under a mask.
+Models that use transformers' attention interface call our operator. Models with their own attention code read whole
+lanes of the cache under a mask.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.ops import load
 from torch_pi2.types.config import KV_FORMATS
 
-#: What the formats of a cache are stored in.
+#: Storage dtypes of the cache formats.
 KV_DTYPES = dict(zip(KV_FORMATS, (torch.float32, torch.float16, torch.uint8)))
-#: Behind the numbers of a row in int8: its scale, a float32.
+#: An int8 row ends with its scale, a float32.
 SCALE_BYTES = 4
 _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor rows, Tensor(a!) keys, Tensor(b!) values, "
@@ -32,7 +32,7 @@ _WRITE_ARGUMENTS = "Tensor key, Tensor value, Tensor rows, Tensor(a!) keys, Tens
 
 @functools.cache
 def define() -> torch.library.Library:
-    """Make the operators known to torch. A second call does nothing."""
+    """Register the operators with torch, once."""
     load()
     library = torch.library.Library("pi2", "FRAGMENT")
     for function, arguments, fake in (
@@ -60,22 +60,22 @@ def cached_attention(
     softcap: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Write ``key`` and ``value`` into the cache, then attend to it; N query heads share K key heads in equal groups.
+    """Write ``key`` and ``value`` into the cache, then attend to it (grouped-query: N query heads, K key heads).
 
     Args:
         query: float32 ``[B, N, T, D]``. key, value: float32 ``[B, K, T, D]``.
-        rows: int64 ``[B, T]``: lane * L + position of each token; those of a sequence are of one lane.
+        rows: int64 ``[B, T]``: lane * L + position of each token; a sequence has one lane.
         keys, values: the cache ``[lanes, K, L, D]`` in float32 or float16, or uint8 ``[lanes, K, L, D + 4]``: see
             :func:`packed`.
-        scale: what scores are multiplied by. softcap: c tanh(scores / c) follows if it is not 0.
-        window: a token sees so many positions, itself the last; 0: all before it.
-        sinks: float32 ``[N]``, of each head a score that is in the softmax's sum alone (gpt-oss); None: none.
+        scale: of scores. softcap c: c tanh(scores / c); 0: none.
+        window: positions that a token sees, including itself; 0: all.
+        sinks: float32 ``[N]``: attention sinks (gpt-oss), scores that only enter the softmax's sum.
 
     Returns:
         float32 ``[B, T, N, D]``.
     """
     lane_B, position_BT = write_cache(key, value, rows, keys, values), rows % keys.shape[2]
-    used = int(position_BT.max()) + 1  # most of a cache is room for later tokens
+    used = int(position_BT.max()) + 1  # the rest of the cache is empty
     group = query.shape[1] // key.shape[1]
     key_BNLD, value_BNLD = (unpacked(c[lane_B, :, :used]).repeat_interleave(group, 1) for c in (keys, values))
     slots_L, y = torch.arange(used, device=rows.device), []
@@ -97,7 +97,7 @@ def cached_attention(
 def write_cache(
     key: torch.Tensor, value: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
-    """Write ``key`` and ``value`` into the cache; arguments as of :func:`cached_attention`. Returns lanes ``[B]``."""
+    """Write ``key`` and ``value`` into the cache, see :func:`cached_attention`. Returns lanes ``[B]``."""
     length = keys.shape[2]
     lane_B, position_BT = rows[:, 0] // length, rows % length
     for cache, new_BKTD in ((keys, key), (values, value)):
@@ -106,10 +106,10 @@ def write_cache(
 
 
 def packed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rows ``[..., D]`` as a cache has them.
+    """Rows ``[..., D]`` in a cache's format.
 
-    uint8 stands for int8: D numbers and their scale, the largest magnitude / 127, as four bytes of a float32. A row
-    that has something else than numbers is zeros with a scale of NaN.
+    uint8 holds int8 rows: D values, then their float32 scale, the largest magnitude / 127. Rows with NaN or infinity
+    become zeros with a NaN scale.
     """
     if dtype != torch.uint8:
         return x.to(dtype)
@@ -120,7 +120,7 @@ def packed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def unpacked(rows: torch.Tensor) -> torch.Tensor:
-    """What :func:`packed` packed, in float32."""
+    """Inverse of :func:`packed`, in float32."""
     if rows.dtype != torch.uint8:
         return rows.float()
     scale = rows[..., -SCALE_BYTES:].contiguous().view(torch.float32)
@@ -140,28 +140,25 @@ def _out_of(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
 
 
 Select = Callable[[torch.Tensor], torch.Tensor]
-#: The name of our attention function in transformers.
 _NAME = "pi2_export"
-#: Arguments of attention that change its result and are not supported.
+#: Unsupported arguments that change the result of attention.
 _NOT_HERE = ("position_bias", "head_mask")
 
 
 def takes_attention(model: nn.Module) -> bool:
-    """Whether a Hugging Face ``model`` calls transformers' attention function, not attention in its own code."""
+    """Whether a Hugging Face ``model`` uses transformers' attention interface, not attention code of its own."""
     return bool(getattr(model, "_supports_attention_backend", False))
 
 
 def lane_layers(
     caches: Sequence[tuple[torch.Tensor, torch.Tensor]], rows_BT: torch.Tensor, lanes: int, select: Select, ours: bool
 ) -> list[Any]:
-    """Layers of transformers' ``Cache`` over keys and values of each layer, for new tokens at ``rows_BT``.
+    """Layers of transformers' ``Cache`` over the given keys and values, for new tokens at ``rows_BT``.
 
     Args:
-        select: rows of a cache that belong to the sequences.
-        ours: attention gets only the new tokens, by which :func:`exportable_attention` recognises the layer; otherwise
-            it gets what ``select`` gives.
-
-    Our attention function sets ``caller`` and ``window`` of each layer.
+        select: takes the sequences' rows of a cache.
+        ours: attention gets only the new tokens, which identify the layer in :func:`exportable_attention`, and sets
+            ``caller`` and ``window``; otherwise it gets the rows of ``select``.
     """
     from transformers.cache_utils import CacheLayerMixin
 
@@ -178,11 +175,10 @@ def lane_layers(
             self.window = 0
 
         def before(self) -> tuple[torch.Tensor, torch.Tensor]:
-            """Cached keys and values of the sequences."""
             return select(self.keys), select(self.values)
 
         def masks(self, window: int) -> tuple[torch.Tensor, torch.Tensor]:
-            """Which slots ``[B, 1, T, L]`` and which new tokens ``[B, 1, T, T]`` a new token sees: 0, or else 1."""
+            """:func:`masks_of` the new tokens."""
             if window not in masks:  # the same in all layers
                 masks[window] = masks_of(rows_BT % self.tokens, self.tokens, window)
             return masks[window]
@@ -212,8 +208,8 @@ def lane_layers(
 
 
 def masks_of(positions_BT: torch.Tensor, slots: int, window: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Masks of tokens at successive positions: over the slots of a cache ``[B, 1, T, L]`` of earlier tokens, and over
-    themselves ``[B, 1, T, T]``; 0 for what a token sees, 1 for the rest. window: as in ``cached_attention``.
+    """Masks of new tokens over the slots ``[B, 1, T, L]`` and over themselves ``[B, 1, T, T]``: 0 where visible, else
+    1. window: as in ``cached_attention``.
     """
     positions_B1T1 = positions_BT[:, None, :, None]
     slots_L, own_B11T = torch.arange(slots), positions_B1T1.transpose(2, 3)
@@ -229,8 +225,7 @@ def masks_of(positions_BT: torch.Tensor, slots: int, window: int) -> tuple[torch
 def exportable_attention(model: nn.Module, layers: Sequence[Any]) -> Iterator[None]:
     """Within the block a Hugging Face ``model`` uses our attention function, over :func:`lane_layers`.
 
-    Rotary embeddings whose frequencies depend on the sequence's length keep those of short sequences: a program that
-    switched between them would read keys that were written with other frequencies.
+    Rotary embeddings with length-dependent frequencies keep those of short sequences, as cached keys have them.
     """
     from transformers import AttentionInterface
 
@@ -274,7 +269,7 @@ def _attention(
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> torch.Tensor:
-    """transformers' attention interface. The mask is ignored: positions and the window say what a token sees."""
+    """transformers' attention interface. Positions and the window replace the mask."""
     index = next((i for i, layer in enumerate(layers) if layer.new_key is key), None)
     strange = [name for name in _NOT_HERE if others.get(name) is not None]
     if strange or index is None:
@@ -282,7 +277,7 @@ def _attention(
     layer = layers[index]
     window = _window(module, config, index, sliding_window, layer.tokens)
     layer.caller, layer.window = module, window
-    widths = query.shape[-1], value.shape[-1]  # a cache has one width for both
+    widths = query.shape[-1], value.shape[-1]  # the cache has one width for keys and values
     query, key, value = (
         F.pad(x, (0, max(widths) - x.shape[-1])) if len({*widths}) > 1 else x for x in (query, key, value)
     )
@@ -295,7 +290,7 @@ def _attention(
 
 
 def _window(module: nn.Module, config: Any, layer: int, called_with: int | None, tokens: int) -> int:
-    """The window of a layer; 0: none shorter than ``tokens``. The call has to agree with the configuration."""
+    """The window of a layer; 0: none below ``tokens``. Call and configuration have to agree."""
     kinds, width = getattr(config, "layer_types", None), getattr(config, "sliding_window", None) or 0
     slides = kinds[layer] == "sliding_attention" if kinds else getattr(config, "use_sliding_window", True)
     by_config, by_call = (w if w < tokens else 0 for w in (width if slides else 0, called_with or 0))
@@ -316,7 +311,7 @@ def _unsupported(module: nn.Module, found: str) -> UnsupportedModelError:
 
 
 def _fixed(kind: Any) -> Any:
-    """The rotary embedding's kind, or the default for one whose frequencies depend on the length."""
+    """The kind of rotary embedding, or the default if its frequencies depend on the length."""
     return "default" if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") else kind
 
 

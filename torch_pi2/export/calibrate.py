@@ -1,4 +1,4 @@
-"""Inputs of layers on calibration data, on which hot parts are quantised; and the loss of a model with these parts."""
+"""Inputs of layers on calibration data, to quantise hot parts; and the loss of a model with quantised hot parts."""
 
 from __future__ import annotations
 
@@ -17,30 +17,29 @@ from torch_pi2.layers.prompt import sparse_only
 from torch_pi2.profiling.data import Batch, batches
 from torch_pi2.types.config import Config
 
-#: Tokens whose inputs set the ranges of activations; and tokens on which the loss is measured.
+#: Tokens that set the ranges of activations; and tokens on which the loss is measured.
 TOKENS = 512
-#: Most tokens on which GPTQ chooses weights; and bytes that their inputs may take in all layers.
+#: Most tokens for GPTQ, and most bytes of their inputs over all layers.
 _MOST_TOKENS, _MOST_BYTES = 8192, 1 << 30
-#: Rows that a quantised program takes at once.
+#: Rows per call of a quantised program.
 _ROWS = 4096
 
 
 def tokens_for_weights(layers: Sequence[SparseFFN]) -> int:
-    """Tokens whose inputs are recorded for GPTQ: as many as memory allows."""
+    """Tokens recorded for GPTQ, within the limits above."""
     row_bytes = 4 * sum(ffn.site.hidden for ffn in layers)
     return max(TOKENS, min(_MOST_TOKENS, _MOST_BYTES // max(1, row_bytes)))
 
 
 def before_scored(first: Sequence[Batch], most: int) -> int:
-    """Tokens of ``first`` whose inputs are recorded: at most ``most``, and :data:`TOKENS` remain for the loss."""
+    """Tokens of ``first`` to record: at most ``most``, so that :data:`TOKENS` remain for the loss."""
     return max(TOKENS, min(most, sum(map(_size, first)) - TOKENS))
 
 
 def first_batches(data: Any, tokenizer: Any = None, tokens: int = TOKENS) -> list[Batch]:
     """The first batches of ``data``: ``tokens`` for :func:`inputs_of`, and :data:`TOKENS` for :func:`scored_rows`.
 
-    Raises:
-        CalibrationError: ``data`` is empty or of a wrong form.
+    Like all functions here that take ``data``, raises CalibrationError: it is empty or of a wrong form.
     """
     found, seen = list[Batch](), 0
     for batch in _batches(data, tokenizer):
@@ -52,10 +51,8 @@ def first_batches(data: Any, tokenizer: Any = None, tokens: int = TOKENS) -> lis
 
 
 def scored_rows(first: Sequence[Batch], tokens: int = TOKENS) -> tuple[list[Batch], bool]:
-    """Rows of ids after the first ``tokens``, at most :data:`TOKENS` tokens, and True.
-
-    If there are none, rows of the first ``tokens``, and False. Batches that are no ids, or have further arguments, give
-    no rows.
+    """Rows of ids after the first ``tokens``, at most :data:`TOKENS` tokens, and True; if none,
+    rows of the first ``tokens``, and False. Batches without ids or with further arguments give no rows.
     """
     rows, seen = list[tuple[bool, Batch]](), 0
     for batch in first:
@@ -73,11 +70,7 @@ def scored_rows(first: Sequence[Batch], tokens: int = TOKENS) -> tuple[list[Batc
 def inputs_of(
     model: nn.Module, layers: Sequence[SparseFFN], data: Any, tokenizer: Any = None, tokens: int = TOKENS
 ) -> list[torch.Tensor]:
-    """Inputs of each layer, float32 ``[N, H]``, N at most ``tokens``, on the first tokens of ``data``.
-
-    Raises:
-        CalibrationError: ``data`` is empty or of a wrong form.
-    """
+    """Inputs of each layer on the first tokens of ``data``: float32 ``[N, H]``, N at most ``tokens``."""
 
     def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         x = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
@@ -97,10 +90,7 @@ def calls_of(
     tokens: int = TOKENS,
 ) -> list[list[list[torch.Tensor]]]:
     """For each module and each of the first sequences of ``data``: the tensors that ``take`` picks from a call, each
-    ``[1, T, ...]`` float32; some ``tokens`` tokens in all.
-
-    Raises:
-        CalibrationError: ``data`` is empty or of a wrong form.
+    ``[1, T, ...]`` float32; about ``tokens`` tokens in total.
     """
     calls: dict[nn.Module, list[list[torch.Tensor]]] = {module: [] for module in modules}
 
@@ -136,7 +126,7 @@ def _size(batch: Batch) -> int:
     return 0 if batch.input_ids is None else batch.input_ids.numel()
 
 
-# --- loss of a model with its hot parts on an NPU ---------------------------------------------------------------------
+# --- loss with hot parts on an NPU ------------------------------------------------------------------------------------
 
 
 def loss_of(
@@ -146,18 +136,17 @@ def loss_of(
     chunks: Mapping[str, Sequence[int]],
     batches: Sequence[Batch],
 ) -> dict[str, Any]:
-    """Nats per token of ``model`` on ``batches``, and with hot parts for the NPU.
+    """Nats per token of ``model`` on ``batches``, as it is and with hot parts of the NPU.
 
-    Two of the methods in ``chunks`` are measured: those with the fewest and with the most chunks. Three passes over
-    ``batches``, and one layer's floats at a time.
+    Measures the methods with the fewest and the most chunks, in three passes over ``batches``.
 
     Args:
-        layers: of ``model``. quantized: of each, as :class:`~torch_pi2.export.qnn.lower.Lowered` has it. chunks: method
-            -> chunks of each layer that the NPU computes.
+        quantized: per layer, see :class:`~torch_pi2.export.qnn.lower.Lowered`. chunks: method -> chunks per layer on
+            the NPU.
 
     Returns:
-        ``tokens`` that were scored, ``nats_per_token`` of ``model`` as it is, and ``npu``: method ->
-        ``nats_per_token`` and ``change``, its loss relative to that.
+        ``tokens`` scored, ``nats_per_token`` of ``model``, and ``npu``: method -> ``nats_per_token`` and its relative
+        ``change``.
     """
     by_size = sorted(chunks, key=lambda name: sum(chunks[name]))
     float_nats, tokens = _nats(model, batches)
@@ -171,7 +160,7 @@ def loss_of(
 
 @contextmanager
 def hot_on_npu(layers: Sequence[SparseFFN], quantized: Sequence[nn.Module], chunks: Sequence[int]) -> Iterator[None]:
-    """Within the block the first ``chunks`` of each layer are computed as by the NPU, the other neurons as before."""
+    """Within the block the first ``chunks`` of each layer are computed as the NPU does, the others as before."""
     try:
         for ffn, part, count in zip(layers, quantized, chunks, strict=True):
             vars(ffn)["whole"] = _with_part(ffn, part, count)
@@ -182,7 +171,7 @@ def hot_on_npu(layers: Sequence[SparseFFN], quantized: Sequence[nn.Module], chun
 
 
 def _with_part(ffn: SparseFFN, part: nn.Module, count: int) -> Any:
-    """``ffn.whole`` with the output of ``part`` for the first ``count`` chunks, instead of theirs in floats."""
+    """``ffn.whole``, with ``part`` in place of the first ``count`` chunks in floats."""
     whole = ffn.whole
 
     def replaced(x: torch.Tensor) -> torch.Tensor:
@@ -195,7 +184,7 @@ def _with_part(ffn: SparseFFN, part: nn.Module, count: int) -> Any:
 
 
 def _nats(model: nn.Module, batches: Sequence[Batch]) -> tuple[float, int]:
-    """Mean negative log likelihood of every token but the first of each row, and how many these are."""
+    """Mean negative log likelihood of all tokens but the first of each row, and their number."""
     total, count = 0.0, 0
     with torch.no_grad(), evaluating(model), sparse_only():
         for batch in batches:

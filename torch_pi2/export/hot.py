@@ -1,7 +1,7 @@
-"""``HotChunks``: the hot neurons of a layer as a dense submodule, for an accelerator; and how many there are per batch.
+"""``HotChunks``: the hot neurons of a layer as a dense module for an accelerator; and their number by batch size.
 
-They come in chunks of :data:`CHUNK` neurons, y = sum over chunks of down_i(act(gate_i x) * up_i x). Any number of
-chunks uses the same weights, so one copy serves the graphs of all batch sizes (PowerInfer-2, section 4.1.3).
+They are chunks of :data:`CHUNK` neurons: y = sum of down_i(act(gate_i x) * up_i x). Graphs of all batch sizes share one
+copy of the weights and differ in the number of chunks (PowerInfer-2, section 4.1.3).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class HotChunks(nn.Module):
 
     Args:
         site: the layer. rows: gate (gated layers), up and down of each neuron, ``[N, H]`` float32 each.
-        bias_gate, bias_up: ``[N]`` or None. Down's bias belongs to the cold part.
+        bias_gate, bias_up: ``[N]`` or None. The cold part adds down's bias.
         chunk: neurons per chunk; the last one may be smaller.
 
     Attributes:
-        gate, up, down: a linear layer per chunk; ``gate`` is empty in plain layers. hidden: H. widths: neurons of each
+        gate, up, down: linear layers per chunk; ``gate`` is empty in plain layers. hidden: H. widths: neurons per
             chunk.
     """
 
@@ -72,7 +72,6 @@ class HotChunks(nn.Module):
         return y
 
     def chunk(self, i: int, x: torch.Tensor) -> torch.Tensor:
-        """What chunk ``i`` adds."""
         act = ACTIVATIONS[self.activation]
         up = self.up[i](x)
         gated_up = act(up) if self.activation_on_up or not self.gate else up
@@ -82,10 +81,7 @@ class HotChunks(nn.Module):
 
 
 def linear_of(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
-    """A linear layer with copies of these numbers, for inference.
-
-    They are copied because XNNPACK's exporter writes a view of a larger tensor from that tensor's beginning.
-    """
+    """A linear layer for inference with copies of these tensors: XNNPACK's exporter ignores the offset of views."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None:
@@ -95,7 +91,7 @@ def linear_of(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
 
 
 def hot_chunks(ffn: SparseFFN, chunks: int, chunk: int = CHUNK) -> HotChunks:
-    """The first ``chunks`` chunks of ``ffn``, in memory or in a store, dequantised to float32."""
+    """The first ``chunks`` chunks of ``ffn``, dequantised to float32."""
     count, site = min(chunks * chunk, ffn.site.intermediate), ffn.site
     neuron_rows = rows_of(ffn, 0, count)
     rows = [row_of_each(neuron_rows, r, ffn.weights, site.hidden, torch.float32) for r in range(site.rows_per_neuron)]
@@ -104,7 +100,7 @@ def hot_chunks(ffn: SparseFFN, chunks: int, chunk: int = CHUNK) -> HotChunks:
 
 
 def rows_of(ffn: SparseFFN, first: int, last: int) -> torch.Tensor:
-    """Neurons ``[first, last)`` in plan order as ``ffn`` stores them, ``[n, R, ...]``, in memory or in a store."""
+    """Neurons ``[first, last)`` in plan order and in their format, ``[n, R, ...]``, from memory or the store."""
     if not isinstance(ffn, OffloadedFFN):
         return ffn.neuron_rows[first:last]
     from torch_pi2.store.storefile import StoreReader
@@ -123,12 +119,11 @@ def chunks_per_batch(
     hot_frequency: float = 0.4,
     hardware: HardwarePlan | None = None,
 ) -> dict[int, list[int]]:
-    """Batch size -> chunks of each layer that an accelerator computes, at least one.
+    """Batch size -> chunks per layer on an accelerator, at least one.
 
-    ``hardware`` (of the plan of ``layers``) decides if it gives an accelerator anything. Otherwise a neuron is hot for
-    a batch size if it fires for any token of the batch in at least ``hot_frequency`` of the cases in ``stats``; without
-    statistics the plan's hot neurons are used, whatever the batch. ``given``: batch size -> chunks of every layer,
-    instead.
+    In this order: ``given`` (batch size -> chunks of every layer); ``hardware``, the layers' plan, if it uses an
+    accelerator; neurons that fire for any token of the batch in at least ``hot_frequency`` of the steps in ``stats``;
+    the plan's hot neurons.
 
     Raises:
         ConfigError: ``given`` lacks a batch size, or has a number below 1.
@@ -157,7 +152,7 @@ def chunks_per_batch(
 
 
 def _frequency(stats: ActivationStats, key: str, batch: int) -> torch.Tensor:
-    """What :meth:`LayerStats.frequency` gives; beyond the largest measured batch, tokens fire independently."""
+    """:meth:`LayerStats.frequency`; beyond the largest measured batch, tokens count as independent."""
     layer = stats[key]
     sizes = [s for s, n in zip(layer.batch_sizes, layer.batch_groups.tolist()) if n > 0]
     if batch <= sizes[-1]:

@@ -1,8 +1,8 @@
-"""Attention with its projections on an accelerator, where it reads prompts: dense graphs of fixed shape.
+"""Attention with its projections on an accelerator, for prompts: dense graphs of fixed shape.
 
-An accelerator cannot write in place. So keys and values of earlier tokens are inputs of the graph, over all slots of a
-lane under a mask, and those of new tokens are outputs, which ``pi2::write_cache`` puts into the cache.
-:class:`AttentionPart` is such a graph, :func:`with_parts` puts them into a decoder.
+An accelerator cannot write in place. Cached keys and values are inputs of the graph, over all slots of a lane under a
+mask; new ones are outputs, which ``pi2::write_cache`` puts into the cache. :class:`AttentionPart` is such a graph,
+:func:`with_parts` puts them into a decoder.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.profiling.data import Batch
 from torch_pi2.rewrite.install import replace_modules
 
-#: Under this name transformers finds the attention of a part.
+#: Name of a part's attention function in transformers.
 _NAME = "pi2_hot_attention"
-#: Added to the scores of what a token does not see. Float16 holds it, too.
+#: Added to masked scores; within float16.
 _MASKED = -3e4
-#: Tokens of a piece in which calibration texts are read.
+#: Tokens of a piece of calibration text.
 _PIECE = 64
-#: Query heads that are computed at a time, or those of one key head if these are more.
+#: Query heads computed at a time, at least those of one key head.
 _HEADS = 4
-#: Arguments of an attention of which a part gets none, or tables instead.
+#: Arguments of attention that a part does not get, or gets as tables.
 _POSITIONS = ("hidden_states", "position_embeddings", "attention_mask", "position_ids", "cache_position")
 
 
 @dataclass
 class _Seen:
-    """The cache that an attention gets while a part computes: keys and values of earlier tokens, and of new ones."""
+    """The cache given to attention while a part computes: cached and new keys and values."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -58,11 +58,10 @@ class AttentionCall:
     """How a decoder calls the attention of one layer.
 
     Attributes:
-        layer: its number. cache: the name of the argument that is the cache. name: the module's name in the decoder.
+        layer: its index. cache: name of the cache argument. name: the module's name in the decoder.
         module: transformers' attention. window: as in ``cached_attention``. settings: arguments that are no tensors.
-        widths: of the states, and of each tensor of positions (``position_embeddings``). lane_shape: key heads, tokens
-            and head size of a lane of the cache, whose keys and values are given in ``dtype``. outputs: how many
-            values the module returns.
+        widths: of hidden states and of each tensor in ``position_embeddings``. lane_shape: key heads, tokens and head
+            size of a lane of the cache. dtype: of cached keys and values as inputs. outputs: of the module.
     """
 
     layer: int
@@ -89,15 +88,14 @@ class AttentionCall:
 
 
 class AttentionPart(nn.Module):
-    """``(x, *tables, keys, values, seen, own) -> (y, key, value)`` of B sequences with T new tokens each, all float32.
+    """``(x, *tables, keys, values, seen, own) -> (y, key, value)`` for B sequences with T new tokens each, float32.
 
-    x, y: ``[B, T, H]``. tables: ``[B, T, R]``, of the positions (cosines and sines). keys, values: of a lane
-    ``[B, K, L, D]``, float32 or float16. seen ``[B, 1, T, L]``, own ``[B, 1, T, T]``: 1 for slots and for
-    new tokens that a token does not see, or else 0. key, value: of the new tokens ``[B, T, K, D]``.
+    x, y: ``[B, T, H]``. tables: cosines and sines ``[B, T, R]``. keys, values: cached ``[B, K, L, D]``, float32 or
+    float16. seen ``[B, 1, T, L]``, own ``[B, 1, T, T]``: masks over slots and new tokens, 0 where visible, else 1.
+    key, value: of the new tokens ``[B, T, K, D]``.
 
     Attributes:
-        call: the attention that it computes. masked: added to the scores of slots that a token does not see. largest:
-            the largest score so far, while :func:`samples_of` collects it.
+        masked: added to masked scores. largest: the largest score so far, while :func:`samples_of` collects it.
     """
 
     def __init__(self, call: AttentionCall) -> None:
@@ -126,9 +124,8 @@ class AttentionPart(nn.Module):
 
 
 class _Rows(nn.Module):
-    """A linear layer or a norm, whose input is reshaped to the rows of one matrix. Otherwise the HTP (Qualcomm's
-    emulator, QNN 2.49) computes something else: of 4-bit weights and x ``[2, 1, H]``, of root mean squares in float16
-    and x ``[1, 16, 2, 32]``."""
+    """A linear layer or norm over the rows of a matrix. With more dimensions the HTP (Qualcomm's emulator, QNN 2.49) is
+    wrong: for 4-bit weights with x ``[2, 1, H]``, and for RMS norms in float16 with x ``[1, 16, 2, 32]``."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -144,12 +141,12 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Whether it normalises rows, not several heads with weights of their own."""
+    """Whether it normalises rows, without weights per head."""
     return type(module).__name__.endswith("Norm") and all(p.dim() == 1 for p in module.parameters())
 
 
 def _is_float(linear: Any) -> bool:
-    """Whether its weights are plain floats, not quantised ones of ours or of torchao."""
+    """Whether its weights are not quantised, by us or by torchao."""
     return not isinstance(linear, QuantLinear) and type(linear.weight.data) is torch.Tensor
 
 
@@ -172,8 +169,8 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface. Query heads of a key head are rows of one product.
 
-    A few heads at a time, over keys and values that are joined first: the scores of all heads for 128 tokens
-    do not fit into an NPU's memory on the chip, and each further step over them would be written out and read again.
+    Heads are computed a few at a time, over concatenated keys and values: the scores of all heads for 128 tokens exceed
+    an NPU's on-chip memory and would spill in every step.
     """
     batch, heads, tokens, width = query.shape
     group = heads // key.shape[1]
@@ -196,7 +193,7 @@ def _attend(
 
 
 class AcceleratedAttention(nn.Module):
-    """Replaces an attention of transformers; ``part`` computes it."""
+    """Replaces transformers' attention by ``part``."""
 
     def __init__(self, call: AttentionCall, part: nn.Module) -> None:
         super().__init__()
@@ -212,13 +209,13 @@ class AcceleratedAttention(nn.Module):
 
 
 def states_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Hidden states of a call, and tables of positions."""
+    """Hidden states and position tables of a call."""
     x: torch.Tensor = args[0] if args else kwargs["hidden_states"]
     return [x, *(kwargs.get("position_embeddings") or ())]
 
 
 def with_parts(lanes: Lanes, calls: Sequence[AttentionCall], parts: Mapping[str, nn.Module]) -> Lanes:
-    """A variant of ``lanes`` in which ``parts``, by name, compute the attention of layers; all layers, or none."""
+    """A variant of ``lanes`` whose attention is computed by ``parts``, of all layers or none."""
     variant = lanes.variant()
     replacements: dict[nn.Module, nn.Module] = {
         variant.model.get_submodule(call.name): AcceleratedAttention(call, parts[part_name(call.layer)])
@@ -229,34 +226,27 @@ def with_parts(lanes: Lanes, calls: Sequence[AttentionCall], parts: Mapping[str,
 
 
 def float_parts(calls: Sequence[AttentionCall]) -> dict[str, nn.Module]:
-    """The part of each layer by name, in float32."""
     return {part_name(call.layer): AttentionPart(call) for call in calls}
 
 
 def part_name(layer: int) -> str:
-    """The name of a layer's attention among parts."""
     return f"attention{layer}"
 
 
-#: Relative differences of logits that are rounding: of models that choose neurons by it, and where the CPU's linear
-#: layers round their inputs, too.
+#: Relative differences of logits due to rounding; the second where the CPU's linear layers round their inputs, too.
 _TOLERANCE, _ROUGH_TOLERANCE = 2e-2, 0.2
 
 
 @torch.no_grad()
 def check_parts(lanes: Lanes, calls: Sequence[AttentionCall]) -> None:
-    """Check that parts in float32 compute what the model does: a few tokens at once, then one.
-
-    Raises:
-        UnsupportedModelError: they do not.
-    """
+    """Compare parts in float32 with the model: a few tokens at once, then one. Raises UnsupportedModelError."""
     zero, random = torch.zeros(1, dtype=torch.int64), torch.Generator().manual_seed(0)
     vocab = lanes.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     few = max(1, min(5, lanes.max_tokens - 1))
     ids_1T = torch.randint(0, vocab, (1, few + 1), generator=random)
 
     def read(lanes: Lanes) -> torch.Tensor:
-        for cache in (cache for pair in lanes.caches() for cache in pair):  # unseen slots must not matter
+        for cache in (cache for pair in lanes.caches() for cache in pair):  # masked slots must not matter
             cache.zero_()[:, :, few + 1 :].fill_(1)
         at = torch.arange(few + 1)[None]
         pieces = (slice(few), slice(few, None))
@@ -279,10 +269,10 @@ def check_parts(lanes: Lanes, calls: Sequence[AttentionCall]) -> None:
 
 @torch.no_grad()
 def samples_of(part: AttentionPart, seen: Sequence[Sequence[torch.Tensor]]) -> list[tuple[torch.Tensor, ...]]:
-    """Inputs of ``part`` when it reads sequences in pieces; ``seen``: the states and tables ``[1, T, ...]`` of each.
+    """Inputs of ``part`` for sequences read in pieces; ``seen``: the states and tables ``[1, T, ...]`` of each.
 
-    Every sequence gives two pieces or more, as the cache is empty in the first one and its range would be zero.
-    Afterwards ``part.masked`` is just large enough to separate scores: they share 16 bits with it.
+    A sequence has at least two pieces, as the cache of the first one is empty and would have a range of zero. Sets
+    ``part.masked`` just large enough to separate scores, with which it shares 16 bits.
     """
     (heads, room, width), found = part.call.lane_shape, []
     part.largest = 0.0
@@ -304,11 +294,11 @@ def samples_of(part: AttentionPart, seen: Sequence[Sequence[torch.Tensor]]) -> l
 def attention_calls(lanes: Lanes, dtype: torch.dtype | None = None) -> list[AttentionCall]:
     """How each layer calls its attention, observed on one token.
 
-    ``dtype``: that of the keys and values that parts get (default: the cache's).
+    ``dtype``: of the cached keys and values that parts get (default: the cache's).
 
     Raises:
-        UnsupportedModelError: the attention is not one that transformers gives the model, or it is called with
-            something else than states and positions.
+        UnsupportedModelError: the model has attention code of its own, or calls it with other arguments than states
+            and positions.
     """
     model = lanes.model
     if not lanes.ours:
@@ -321,7 +311,7 @@ def attention_calls(lanes: Lanes, dtype: torch.dtype | None = None) -> list[Atte
         layers = kwargs[cache].layers if cache else []
         index = next((i for i, layer in enumerate(layers) if layer.caller is module), None)
         if index is None:
-            return  # no attention, but what has one in it
+            return  # a module around the attention
         x, *tables = states_of(args, kwargs)
         others = {k: v for k, v in kwargs.items() if k not in _POSITIONS and not hasattr(v, "layers")}
         strange = [k for k, v in others.items() if isinstance(v, torch.Tensor)]
@@ -355,10 +345,10 @@ def _refused(model: nn.Module, found: str) -> UnsupportedModelError:
     )
 
 
-# --- where it goes ----------------------------------------------------------------------------------------------------
+# --- placement --------------------------------------------------------------------------------------------------------
 
 
-#: How the layers of a decoder call attention; and method -> name -> part on the accelerator, empty: all on the CPU.
+#: The attention calls of a decoder's layers; and method -> name -> part on the accelerator, empty: on the CPU.
 PlacedAttention = tuple[Sequence[AttentionCall], Mapping[str, Mapping[str, nn.Module]]]
 _ON_CPU: PlacedAttention = (), {}
 
@@ -372,15 +362,14 @@ def place_attention(
     report: dict[str, Any],
     ffn_bytes: int,
 ) -> PlacedAttention:
-    """Decide whether the methods that read prompts have attention on the accelerator, and compile its parts.
+    """Decide whether prompts have attention on the accelerator, and compile its parts.
 
     Args:
-        source: the model that ``lanes`` has a copy of. methods: those with hot parts. calibration: without any, nothing
-            is quantised. report: gets an entry ``attention``, and ``parts`` that were compiled. ffn_bytes: weights of
-            feed-forward layers on the NPU.
+        source: the model that ``lanes`` copied. methods: those with hot parts. calibration: empty: no quantisation.
+            report: gets ``attention``, and ``parts`` that were compiled. ffn_bytes: of FFN weights on the NPU.
 
     Raises:
-        ConfigError, UnsupportedModelError: what ``settings.hot_attention`` asks for is not possible.
+        ConfigError, UnsupportedModelError: ``settings.hot_attention`` is not possible.
     """
     asked, soc = settings.hot_attention, settings.soc
     prompts = [name for name in methods if name.startswith("prefill_")]
@@ -413,11 +402,7 @@ def place_attention(
 
 
 def _block(modules: Sequence[nn.Module], settings: ExportSettings, ffn_bytes: int) -> int:
-    """Weights per scale, in 4 bits; 0: 8 bits, and one scale per output channel, if an NPU's memory holds that.
-
-    Raises:
-        ConfigError: it holds neither.
-    """
+    """4-bit weights per scale; 0: 8 bits with a scale per output channel. Raises ConfigError: neither fits the NPU."""
     widths = {m.in_features for module in modules for m in module.modules() if isinstance(m, nn.Linear | QuantLinear)}
     four_bits = settings.precision == "w4a16" and not any(width % qnn.PART_BLOCK for width in widths)
     weights = sum(p.numel() for module in modules for p in module.parameters())
@@ -442,7 +427,7 @@ def _programs(
     gptq: bool,
     calibration: Sequence[Batch],
 ) -> Iterator[tuple[str, torch.export.ExportedProgram, Any]]:
-    """Each part as the NPU's compiler takes it: its name, its program, its inputs."""
+    """Name, program and inputs of each part, for the NPU's compiler."""
     precision = "w4a16" if block else "w8a16"
     attentions = [source.get_submodule(call.name) for call in calls]
     seen: list[Any] = [[]] * len(attentions)

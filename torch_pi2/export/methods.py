@@ -1,7 +1,7 @@
 """The methods of a bundle: those of a decoder, with hot parts for an accelerator, or ``forward`` of another module.
 
-Each method is a :class:`~torch_pi2.export.program.MethodSpec` with a module of its own. Methods share weights and KV
-cache, and differ in what an accelerator computes in them (:class:`Accelerated`).
+Each method has a module of its own. Methods share weights and KV cache, and differ in the parts that an accelerator
+computes (:class:`Accelerated`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from torch_pi2.profiling.data import Batch
 from torch_pi2.rewrite.state import SparseState
 from torch_pi2.types.config import Config
 
-#: By the names of methods.
+#: Method -> chunks of hot neurons per layer on the accelerator.
 Chunks = Mapping[str, Sequence[int]]
 
 
@@ -51,9 +51,8 @@ class Source:
     """The optimised model that is exported.
 
     Attributes:
-        layers: its sparse FFNs and mixtures of experts. parts: their plan, statistics. linears: format of the linear
-            layers outside of them. decoder: whether it is a Hugging Face decoder. calibration: as for
-            :func:`torch_pi2.export`.
+        layers: sparse FFNs and mixtures of experts. parts: their plan and statistics. linears: format of other linear
+            layers. decoder: whether it is a Hugging Face decoder. calibration: see :func:`torch_pi2.export`.
     """
 
     model: nn.Module
@@ -70,17 +69,17 @@ class Source:
 
     @property
     def ffns(self) -> list[SparseFFN]:
-        """The layers that are no mixtures: an accelerator may have hot neurons of them."""
+        """The layers without experts, whose hot neurons an accelerator may compute."""
         return [layer for layer in self.layers if isinstance(layer, SparseFFN)]
 
 
 @dataclass(frozen=True)
 class Methods:
-    """What is traced.
+    """Methods to trace.
 
     Attributes:
-        specs: by name. chunks: method -> chunks of hot neurons in each layer, on an accelerator. hot_attention:
-            whether it also computes attention of prompts. check: raises if the traced methods are wrong.
+        specs: by name. hot_attention: whether the accelerator computes attention of prompts. check: raises if traced
+            methods are wrong.
     """
 
     specs: Mapping[str, MethodSpec]
@@ -91,7 +90,7 @@ class Methods:
 
 @dataclass(frozen=True)
 class Accelerated:
-    """What an accelerator computes.
+    """The accelerator's modules.
 
     Attributes:
         hot: method -> for each layer, the module that computes its hot neurons and their number.
@@ -114,10 +113,7 @@ class Accelerated:
 def decoder_methods_of(
     source: Source, model: nn.Module, settings: ExportSettings, staging: Path, chunks: Chunks
 ) -> Methods:
-    """The methods of a Hugging Face decoder.
-
-    ``model``: a copy of ``source.model`` with delegated layers. chunks: of :func:`chunks_of`.
-    """
+    """The methods of a Hugging Face decoder; ``model``: a copy of ``source.model`` with delegated layers."""
     lanes = Lanes(model, max(settings.batches), settings.max_tokens, settings.kv)
     accelerated = _accelerated(source, lanes, settings, staging, chunks) if settings.splits else Accelerated()
     specs = {
@@ -129,13 +125,13 @@ def decoder_methods_of(
         rough = any(isinstance(layer, SparseExperts) for layer in source.layers)  # routers choose
         rough = rough or any(f.has_predictor or f.threshold > 0 or f.int8_activations for f in source.ffns)
         checked = lanes
-        if settings.kv != "float32":  # rounding would hide mistakes: the same methods with a float32 cache
+        if settings.kv != "float32":  # rounding would hide errors: check with a float32 cache
             batch = settings.batches[0]
             checked = Lanes(model, batch, settings.max_tokens)
             names = ("forward", f"decode_b{batch}")
             programs = trace({n: method_spec(n, checked, settings.forward_tokens) for n in names}, source.name)
         smooth = source.linears == "float32" and not rough
-        # decoding with hot parts is not compared: they may be compiled, and have neurons that predictors leave out
+        # decoding with hot parts is not compared: parts may be compiled, and ignore predictors
         check_traced(checked, programs, max_prompt=settings.forward_tokens, smooth=smooth, decode=not settings.splits)
 
     return Methods(specs, chunks, bool(accelerated.attention), check)
@@ -147,7 +143,7 @@ def module_methods(
     """``forward`` of another module, traced with example inputs."""
 
     def in_float32(value: Any) -> Any:
-        """Inputs of 16-bit models: everything outside of feed-forward layers is float32."""
+        """Inputs of 16-bit models: exported modules outside FFNs are float32."""
         sixteen = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
         return value.float() if sixteen else value
 
@@ -160,11 +156,7 @@ def module_methods(
 
 
 def chunks_of(source: Source, settings: ExportSettings) -> dict[str, list[int]]:
-    """Method -> chunks of hot neurons that an accelerator computes in each layer.
-
-    Raises:
-        ConfigError: an NPU's memory does not hold them; or what :func:`~torch_pi2.export.hot.chunks_per_batch` raises.
-    """
+    """The chunks of all methods; empty without an accelerator. Raises ConfigError: an NPU's memory is too small."""
     if not settings.splits:
         return {}
     prompts = hot_prompts(source.ffns, settings)
@@ -185,7 +177,7 @@ def chunks_of(source: Source, settings: ExportSettings) -> dict[str, list[int]]:
 
 
 def check_npu_memory(layers: Sequence[SparseFFN], settings: ExportSettings, method: str, chunks: Sequence[int]) -> None:
-    """Raises ConfigError: an NPU has not the memory for so many chunks of each layer."""
+    """Raises ConfigError: the NPU's memory does not hold these chunks."""
     if (size := _ffn_bytes(layers, settings, chunks)) > MOST_BYTES:
         neurons = [min(count * CHUNK, ffn.site.intermediate) for count, ffn in zip(chunks, layers)]
         raise ConfigError(
@@ -197,11 +189,7 @@ def check_npu_memory(layers: Sequence[SparseFFN], settings: ExportSettings, meth
 
 
 def hot_prompts(layers: Sequence[SparseFFN], settings: ExportSettings) -> tuple[int, ...]:
-    """Token counts of the methods that read prompts on the accelerator, which then has whole layers.
-
-    Raises:
-        ConfigError: an NPU's memory does not hold them.
-    """
+    """Token counts of ``prefill_N``, which need whole layers. Raises ConfigError: the NPU's memory is too small."""
     asked, whole = settings.hot_prompts, [-(-ffn.site.intermediate // CHUNK) for ffn in layers]
     if asked:
         check_npu_memory(layers, settings, f"prefill_{max(asked)}", whole)
@@ -211,7 +199,7 @@ def hot_prompts(layers: Sequence[SparseFFN], settings: ExportSettings) -> tuple[
 
 
 def _ffn_bytes(layers: Sequence[SparseFFN], settings: ExportSettings, chunks: Sequence[int]) -> int:
-    """Bytes of weights on an NPU, if there is one, of so many chunks of each layer."""
+    """Bytes of these chunks on the NPU; 0 without one."""
     if settings.soc is None:
         return 0
     sites = [ffn.site for ffn in layers]
@@ -222,12 +210,12 @@ def _ffn_bytes(layers: Sequence[SparseFFN], settings: ExportSettings, chunks: Se
 
 
 def _accelerated(source: Source, lanes: Lanes, settings: ExportSettings, staging: Path, chunks: Chunks) -> Accelerated:
-    """The accelerator's modules of all methods, compiled if it is an NPU, whose report is written to ``staging``."""
+    """The accelerator's modules of all methods; for an NPU they are compiled, with a report in ``staging``."""
     report: dict[str, Any] = {}
     calibration = _calibration(source, settings)
     most = [max(of_layer) for of_layer in zip(*chunks.values())]
     size = _ffn_bytes(source.ffns, settings, most)
-    # attention before feed-forward layers: what does not fit is refused before anything is compiled
+    # attention first: too little memory is refused before FFNs are compiled
     attention = place_attention(source.model, lanes, [*chunks], settings, calibration, report, size)
     if settings.soc is None:
         whole = [*map(hot_chunks, source.ffns, most)]
@@ -254,7 +242,7 @@ def _compiled(
     calibration: Sequence[Batch],
     report: dict[str, Any],
 ) -> Mapping[str, Sequence[nn.Module]]:
-    """Hot parts for the NPU: method -> module of each layer. ``report`` gets what the compiler says, and the loss."""
+    """Hot parts for the NPU: method -> module of each layer. Adds the compiler's facts and the loss to ``report``."""
     tokens = before_scored(calibration, _calibration_tokens(source, settings))
     samples: Sequence[torch.Tensor | None] = [None] * len(source.ffns)
     if calibration:
@@ -274,7 +262,7 @@ def _compiled(
 
 
 def _calibration(source: Source, settings: ExportSettings) -> Sequence[Batch]:
-    """The first of the data on which hot parts are quantised; empty: they are not."""
+    """Calibration batches for hot parts; empty if they are not quantised."""
     if settings.soc is None or settings.precision == "fp16":
         return ()
     if source.calibration is None:
