@@ -1,7 +1,7 @@
 """Methods of a Hugging Face decoder over one static KV cache of several lanes: ``forward``, ``decode_bN``, ``fork``.
 
-A lane holds one sequence. Every method is told the positions of its tokens, so that the sequences of a batch may have
-different lengths, and a new prompt simply begins at position 0.
+A lane holds one sequence. Methods take the positions of their tokens, so sequences of a batch may differ in length, and
+a new prompt starts at position 0.
 """
 
 from __future__ import annotations
@@ -36,20 +36,15 @@ _NOT_YET = "Run it with PyTorch; this attention is not in the exporter yet."
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros that take memory only where they are written: long contexts are large, and tracing only reads shapes."""
+    """Zeros in memory that is committed on write: caches are large, and tracing reads only shapes."""
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 class Lanes(nn.Module):
-    """A causal language model with its KV cache as buffers ``key_i`` and ``value_i`` of each layer.
+    """A Hugging Face causal language model with its KV cache as buffers ``key_i`` and ``value_i`` of each layer.
 
-    ``[lanes, KV heads, max_tokens, head size]`` as :mod:`~torch_pi2.export.attention` has it; for a model with
-    attention of its own ``[lanes * max_tokens, KV heads, head size]``: ExecuTorch writes into a buffer in place where
-    the index is a vector, so that lane and position are one number.
-
-    Args:
-        model: a Hugging Face causal language model.
-        kv: one of ``KV_FORMATS``.
+    Shape ``[lanes, KV heads, max_tokens, head size]``, see :mod:`~torch_pi2.export.attention`. For models with their
+    own attention code ``[lanes * max_tokens, KV heads, head size]``: ExecuTorch writes in place only at vector indices.
 
     Raises:
         UnsupportedModelError: its cache does not hold keys and values of all tokens.
@@ -63,7 +58,7 @@ class Lanes(nn.Module):
         _check_attention(model, config.get_text_config(decoder=True), max_tokens, kv, self.ours)
         reset_rotary(model)
         define()
-        with torch.no_grad():  # what a token leaves in each layer; configurations say it in many ways
+        with torch.no_grad():  # cache shapes from one token: configurations name them in many ways
             seen = cache_of(model(input_ids=torch.zeros((1, 1), dtype=torch.int64), use_cache=True)).layers
         self.layers, self.lanes, self.max_tokens = len(seen), lanes, max_tokens
         self._widths = [(layer.keys.shape[3], layer.values.shape[3]) for layer in seen]
@@ -79,15 +74,11 @@ class Lanes(nn.Module):
         self.register_buffer("slots", torch.arange(max_tokens), persistent=False)
 
     def variant(self) -> Lanes:
-        """A copy with modules of its own, but the same weights and the same KV cache.
-
-        Methods differ in their modules (what an accelerator computes), not in their tensors.
-        """
+        """A copy with modules of its own that shares weights and KV cache."""
         tensors: dict[int, Any] = {id(tensor): tensor for tensor in (*self.parameters(), *self.buffers())}
         return copy.deepcopy(self, tensors)
 
     def caches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values of each layer."""
         return [(getattr(self, f"key_{i}"), getattr(self, f"value_{i}")) for i in range(self.layers)]
 
     def lane(self, lane: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -99,7 +90,7 @@ class Lanes(nn.Module):
         return [(rows(keys), rows(values)) for keys, values in self.caches()]
 
     def floats(self, lane: int, tokens: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the first tokens of a lane in a layer, ``[tokens, KV heads, width]`` in float32."""
+        """Keys and values of a lane's first tokens in a layer, float32 ``[tokens, KV heads, width]``."""
         keys, values = (
             unpacked(rows[:tokens])[..., :width] for rows, width in zip(self.lane(lane)[layer], self._widths[layer])
         )
@@ -118,10 +109,7 @@ class Lanes(nn.Module):
         select: Select,
         last: torch.Tensor | int = 1,
     ) -> Any:
-        """Logits ``[B, 1, V]`` of the last tokens, or of those at ``last [1]``.
-
-        ``select``: the rows of a cache that belong to ``lane_B``.
-        """
+        """Logits ``[B, 1, V]`` of the last tokens, or of those at ``last [1]``; ``select``: takes lanes of a cache."""
         from transformers.cache_utils import Cache
 
         rows_BT = lane_B[:, None] * self.max_tokens + positions_BT
@@ -143,9 +131,8 @@ class Lanes(nn.Module):
 class Forward(nn.Module):
     """``(ids [1, T], start [1]) -> logits [1, 1, V]``: any number of tokens of one lane.
 
-    ``start`` is the first token's row in the cache: its position, plus ``max_tokens`` for each lane before. In the
-    first lane it is the position, as ExecuTorch's own LLM runner passes it. With a fixed T the prompt is padded, and
-    ``last [1]`` is the index of its last token.
+    ``start`` is the first token's row in the cache, lane * ``max_tokens`` + position: in lane 0 the position, as
+    in ExecuTorch's LLM runner. With fixed T the prompt is padded, and ``last [1]`` is the index of its last token.
     """
 
     def __init__(self, lanes: Lanes) -> None:
@@ -218,18 +205,18 @@ def _check_attention(model: nn.Module, config: Any, max_tokens: int, kv: str, ou
         refuse("attention to all tokens before, or to those of a window", ", ".join(others), fix)
 
 
-#: By the names of methods.
+#: By method.
 Programs = Mapping[str, torch.export.ExportedProgram]
 
 
 def method_names(batches: Sequence[int], prompts: Sequence[int] = ()) -> list[str]:
-    """The methods of a decoder; ``prompts``: token counts of ``prefill_N``."""
+    """Names of a decoder's methods; ``prompts``: token counts of ``prefill_N``."""
     names = ["forward", *(f"prefill_{tokens}" for tokens in prompts), *(f"decode_b{batch}" for batch in batches)]
     return [*names, "fork"] if max(batches) > 1 else names
 
 
 def method_spec(name: str, lanes: Lanes, forward_tokens: int) -> MethodSpec:
-    """The method ``name`` of ``lanes``, to be traced. ``forward_tokens``: that one call of ``forward`` takes."""
+    """The method ``name`` of ``lanes``; ``forward_tokens``: most tokens per call of ``forward``."""
     start = torch.zeros(1, dtype=torch.int64)
     if name == "fork":
         return MethodSpec(Fork(lanes), (torch.zeros(lanes.lanes, dtype=torch.int64),))
@@ -258,24 +245,24 @@ def prompt_sizes(methods: Iterable[str]) -> list[int]:
 # --- checks -----------------------------------------------------------------------------------------------------------
 
 
-#: Tokens that are read at the first and at the last positions, and the smallest max_tokens.
+#: Tokens compared at the first and last positions, and the smallest max_tokens.
 _HEAD, _TAIL, _LEAST = 40, 8, 3
-#: Largest size of a buffer that a model may change while it runs, such as frequencies.
+#: Largest buffer that a model may change while it runs, such as rotary frequencies.
 _SMALL = 1 << 16
-#: Relative differences that are rounding, in smooth models and in others.
+#: Relative differences due to rounding, in smooth models and others.
 _TOLERANCE, _ROUGH_TOLERANCE = 1e-3, 2e-2
 
 
 def check_traced(lanes: Lanes, programs: Programs, *, max_prompt: int, smooth: bool, decode: bool) -> None:
-    """Compare ``programs`` with the model of ``lanes``, whose layers have to be as in ``forward``.
+    """Compare ``programs`` with the model of ``lanes``, whose layers have to be those of ``forward``.
 
     Args:
-        max_prompt: tokens of one call of ``forward``. smooth: whether small differences stay small (nothing rounds
-            activations, and neurons are neither predicted nor cut).
-        decode: whether decoding can run here (it cannot if it was compiled for an accelerator).
+        max_prompt: tokens per call of ``forward``. smooth: small differences stay small: no rounded activations,
+            predictors or thresholds.
+        decode: whether decoding can run here; not if it was compiled for an accelerator.
 
     Raises:
-        ConfigError: they agree up to a length, the largest ``max_tokens`` that can be exported; the message has it.
+        ConfigError: they agree only up to a length; the message has it, as the largest valid ``max_tokens``.
         UnsupportedModelError: they do not agree.
     """
     traced = _Traced(lanes, programs, max_prompt, decode)
@@ -310,7 +297,7 @@ def check_traced(lanes: Lanes, programs: Programs, *, max_prompt: int, smooth: b
 
 
 class _Traced:
-    """Traced methods, which use the last lane."""
+    """Traced methods, run in the last lane."""
 
     def __init__(self, lanes: Lanes, programs: Programs, max_prompt: int, decode: bool) -> None:
         self.lanes, self.lane, self.max_prompt = lanes, lanes.lanes - 1, max_prompt
@@ -318,7 +305,7 @@ class _Traced:
         self._decode: Any = programs[f"decode_b{lanes.lanes}"].module() if decode else None
 
     def read(self, ids_1T: torch.Tensor, position: int) -> torch.Tensor:
-        """Logits ``[V]`` after a prompt, whose first token is at ``position``."""
+        """Logits ``[V]`` after a prompt that starts at ``position``."""
         start = self.lane * self.lanes.max_tokens + position
         pieces = ids_1T.split(self.max_prompt, 1)
         logits = [
@@ -341,8 +328,8 @@ class _Traced:
 def _difference(traced: _Traced, length: int) -> float:
     """The largest relative difference of logits, keys and values in a sequence of ``length`` tokens.
 
-    The model reads the first and last tokens at once, each at its position, so that it sees how long the sequence is;
-    then the last ones again, after a cache of all others.
+    The model reads the first and last tokens at once, at their positions, so that it sees the sequence's length; then
+    the last ones again after a filled cache.
     """
     from transformers import DynamicCache
 
@@ -353,8 +340,8 @@ def _difference(traced: _Traced, length: int) -> float:
     vocab = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     ids_1T = torch.randint(0, vocab, (1, head + tail), generator=torch.Generator().manual_seed(0))
     positions_1T = torch.cat((torch.arange(head), torch.arange(before, length)))[None]
-    with sparse_only():  # long prompts may be computed otherwise
-        beginning = {cache_name(model): DynamicCache()}  # that keeps what windows do not see
+    with sparse_only():  # long prompts may take another path
+        beginning = {cache_name(model): DynamicCache()}  # keeps tokens outside windows, too
         whole = _run(model, input_ids=ids_1T, **beginning, **({"position_ids": positions_1T} if before > head else {}))
         differences = [_relative(traced.read(ids_1T[:, :head], 0), whole.logits[0, head - 1])]
         for i, layer in enumerate(cache_of(whole).layers):
@@ -374,7 +361,7 @@ def _difference(traced: _Traced, length: int) -> float:
 
 
 def _fill(rows_LKD: torch.Tensor, head: int, before: int, ramp: float) -> None:
-    """Fill the rows in between with random numbers of the same size that drift, so that means over parts differ."""
+    """Fill the rows between with random numbers of equal scale that drift, so that means over parts differ."""
     random = torch.Generator().manual_seed(0)
     shape = rows_LKD[head:before].shape
     drift_LKD = torch.linspace(-ramp, ramp, shape[0])[:, None, None] * torch.randn(shape[1:], generator=random)
@@ -382,7 +369,7 @@ def _fill(rows_LKD: torch.Tensor, head: int, before: int, ramp: float) -> None:
 
 
 def _run(model: Any, **inputs: Any) -> Any:
-    """Outputs of ``model``. Its buffers are restored: traced methods share them."""
+    """Outputs of ``model``, whose small buffers are restored: traced methods share them."""
     saved = [(buffer, buffer.clone()) for buffer in model.buffers() if buffer.numel() <= _SMALL]
     try:
         return model(use_cache=True, **inputs)
@@ -392,11 +379,7 @@ def _run(model: Any, **inputs: Any) -> Any:
 
 
 def _cache(lanes: Lanes, lane: int, tokens: int) -> Any:
-    """A cache of transformers with the first tokens of a lane.
-
-    A layer's are in float32 only while the model reads them: those of all layers together take several times the
-    memory of a bundle's cache.
-    """
+    """transformers' cache of a lane's first tokens; layers are converted to float32 one at a time, to save memory."""
     from transformers.cache_utils import Cache, DynamicLayer
 
     class Layer(DynamicLayer):

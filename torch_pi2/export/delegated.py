@@ -1,15 +1,15 @@
 """FFNs as calls of the ``Pi2Backend`` delegate: operators, modules that call them, and the copy of a model with them.
 
-The operators are what an FFN is in a program before ExecuTorch lowers it. They have no weights in the graph:
+The operators represent FFNs in a program before ExecuTorch lowers it, without weights in the graph:
 
 * ``pi2::delegate_ffn(x, model, layer, queue) -> y``: a whole layer.
 * ``pi2::delegate_submit(x, model, layer, first, queue) -> x'`` and ``pi2::delegate_collect(h, model, layer, first,
-  queue) -> y``: the cold part of a layer, the neurons from ``first`` on. In between something else computes the hot
-  part ``h`` from ``x'``, and y = h + cold part. ``x'`` is a copy of ``x``, so that ``h`` depends on submit.
+  queue) -> y``: the cold part of a layer, the neurons from ``first`` on; an accelerator computes the hot part ``h``
+  of ``x'`` meanwhile, and y = h + cold part. ``x'`` is a copy of ``x``, so that ``h`` depends on submit.
 * ``pi2::delegate_experts(x, model, layer, index, routing) -> y``: a mixture of experts without its router.
 
-``model`` is a name that :func:`registered` gives to the layers; while it is registered the operators compute, and are
-the reference of the delegate (csrc/bindings/executorch).
+``model`` is a name from :func:`registered`, within which the operators compute, as the reference of the delegate
+(csrc/bindings/executorch).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _numbers = itertools.count()
 
 @contextmanager
 def registered(layers: Sequence[SparseLayer]) -> Iterator[str]:
-    """A name by which the operators know ``layers`` within the block."""
+    """Name ``layers`` for the operators within the block."""
     define()
     name = f"model{next(_numbers)}"
     _models[name] = layers
@@ -64,7 +64,7 @@ def registered(layers: Sequence[SparseLayer]) -> Iterator[str]:
 
 @cache
 def define() -> torch.library.Library:
-    """Register the operators with torch. A second call does nothing."""
+    """Register the operators with torch, once."""
     load()
     library = torch.library.Library("pi2", "FRAGMENT")
     ops = {
@@ -104,9 +104,9 @@ def _collect(h: torch.Tensor, model: str, layer: int, first: int, queue: int) ->
 
 
 def cold_part(ffn: SparseFFN, x: torch.Tensor, first: int) -> torch.Tensor:
-    """The output of the neurons from ``first`` on in plan order, with down's bias: the reference of submit."""
+    """Output of the neurons from ``first`` on in plan order, with down's bias."""
     site = ffn.site
-    if first == site.intermediate:  # no neuron is left for the delegate
+    if first == site.intermediate:
         return torch.zeros_like(x) if ffn.bias_down is None else ffn.bias_down.expand_as(x).to(x.dtype)
     active_TC = None
     if ffn.has_predictor and not (takes_prompt_path(ffn, x) or skips_predictor(ffn, x)):
@@ -156,9 +156,9 @@ class DelegatedExperts(nn.Module):
 
 
 class SplitFFN(nn.Module):
-    """An FFN whose first neurons an accelerator computes (``hot``) while the delegate computes those from ``first`` on.
+    """An FFN with neurons below ``first`` on an accelerator (``hot``), and the others in the delegate meanwhile.
 
-    Submit and collect around ``hot`` keep it apart from its neighbours, so that a partitioner takes it by itself.
+    Submit and collect isolate ``hot``, so that a partitioner takes it as a whole.
     """
 
     def __init__(self, whole: DelegatedFFN, hot: nn.Module, first: int) -> None:
@@ -173,10 +173,10 @@ class SplitFFN(nn.Module):
 
 
 def exported_layers(model: nn.Module) -> list[SparseLayer]:
-    """The sparse layers of ``model`` in plan order; none if it was imported without neurons.
+    """The sparse layers of ``model`` in plan order; empty if it was imported without neurons.
 
     Raises:
-        ConfigError: a dense model, or a shard. UnsupportedModelError: FFNs that are code of a bigger block.
+        ConfigError: a dense model, or a shard. UnsupportedModelError: an FFN is inline code of a bigger block.
     """
     handle, what = ModelState.of(model), f"export of {type(model).__name__}"
     if handle is None:
@@ -205,16 +205,13 @@ def exported_layers(model: nn.Module) -> list[SparseLayer]:
 
 
 def delegated_copy(model: nn.Module, layers: Sequence[SparseLayer], name: str) -> nn.Module:
-    """A copy of ``model`` in evaluation mode, with ``layers`` as delegate operators of the registered ``name``.
-
-    FFN weights are not copied, and ``model`` is unchanged.
-    """
+    """A copy of ``model`` in evaluation mode, without FFN weights: ``layers`` become operators of ``name``."""
     new: dict[nn.Module, nn.Module] = {}
     for module, part in replacements(model):
         if isinstance(part, SparseLayer):
             delegated = DelegatedExperts if isinstance(part, SparseExperts) else DelegatedFFN
             new[module] = delegated(name, layers.index(part))
-        else:  # the other modules of a sequence pass their input on
+        else:  # other modules of a replaced chain
             new[module] = nn.Identity()
     handle, undo = ModelState.detach(model), replace_modules(model, new)
     try:
@@ -226,10 +223,7 @@ def delegated_copy(model: nn.Module, layers: Sequence[SparseLayer], name: str) -
 
 
 def split_hot_cold(model: nn.Module, hot: Sequence[tuple[nn.Module, int]]) -> None:
-    """Replace each :class:`DelegatedFFN` of ``model`` by a :class:`SplitFFN`, in order of layers.
-
-    ``hot``: what the accelerator computes of each layer, and how many neurons that are.
-    """
+    """Replace each :class:`DelegatedFFN` by a :class:`SplitFFN`; ``hot``: by layer, the module and its neurons."""
     whole = sorted({m for m in model.modules() if isinstance(m, DelegatedFFN)}, key=lambda m: m.layer)
     replace_modules(model, {m: SplitFFN(m, *part) for m, part in zip(whole, hot, strict=True)})
 
@@ -242,7 +236,7 @@ _GROUP = 32
 
 
 class FloatEmbedding(nn.Module):
-    """An embedding whose table stays in 16 bit, as the checkpoint has it; its rows come out in float32."""
+    """An embedding with its 16-bit table and float32 outputs."""
 
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()
@@ -253,11 +247,7 @@ class FloatEmbedding(nn.Module):
 
 
 def linears_of(model: nn.Module, asked: str) -> str:
-    """The format in which the linear layers of ``model`` are exported.
-
-    Raises:
-        ConfigError: ``asked`` is not the format in which they are quantised already.
-    """
+    """The format of exported linear layers. Raises ConfigError: they are already quantised in another."""
     kinds = dict.fromkeys(module.weights for module in model.modules() if isinstance(module, QuantLinear))
     if not kinds:
         return asked
@@ -273,14 +263,14 @@ def linears_of(model: nn.Module, asked: str) -> str:
 
 
 def prepare_rest(model: nn.Module, linears: str) -> None:
-    """Convert ``model`` to float32 in place, and quantise its linear layers. Tables of 16-bit embeddings stay.
+    """Convert ``model`` to float32 in place except 16-bit embeddings, and quantise its linear layers.
 
     Raises:
-        LibraryMissingError: torchao is not installed, and ``linears`` is not ``float32``.
+        LibraryMissingError: quantisation needs torchao.
     """
     for module in model.modules():
         if isinstance(module, QuantLinear):
-            module.leave_blocks()  # the kernels of this CPU are not those of a phone
+            module.leave_blocks()  # this CPU's layout is not a phone's
         if isinstance(module, QuantEmbedding):
             module.dtype = torch.float32
     for parent in list(model.modules()):

@@ -1,4 +1,4 @@
-"""The manifest of a bundle that was just written, and how much memory it needs without neurons."""
+"""The manifest of a new bundle with its memory needs, and the contents of a ``.pte``."""
 
 from __future__ import annotations
 
@@ -37,11 +37,9 @@ from torch_pi2.store.storefile import StoreReader
 from torch_pi2.types.method import LOSSY
 from torch_pi2.types.offload import OffloadConfig
 
-#: The runner with its libraries, stacks and thread pool, before anything is loaded (11 MB on x86-64), and the 4 MiB
-#: with which the cache is filled.
+#: The runner with libraries, stacks and thread pool (11 MB on x86-64), and the 4 MiB buffer that fills the cache.
 _PROCESS_BYTES = 20 << 20
-#: Memory that a tokenizer takes, in sizes of its file: while it is read, before anything else is loaded, and from then
-#: on (measured: 6 and 2.6).
+#: Memory of a tokenizer in sizes of its file: while it is read, before all else, and afterwards (measured: 6, 2.6).
 _TOKENIZER_READ, _TOKENIZER_KEPT = 8, 4
 
 
@@ -53,7 +51,7 @@ def manifest_of(
     methods: Methods,
     planned: tuple[int, int],
 ) -> Manifest:
-    """The manifest of the files in ``staging``. ``planned``: ExecuTorch's memory for the methods, and XNNPACK's."""
+    """The manifest of the files in ``staging``; ``planned``: bytes of ExecuTorch's arena and XNNPACK's workspace."""
     model, layers, decoder, files = source.model, source.layers, source.decoder, describe_files(staging)
     config: Any = getattr(model, "config", None)
     text: Any = config.get_text_config(decoder=True) if decoder or not layers else None
@@ -86,7 +84,7 @@ def manifest_of(
         ffn_bytes=facts.ffn_bytes,
         fixed_bytes=_fixed_bytes(
             staging,
-            # float weights that XNNPACK has packed are shared by methods: see pi2_et_share_weights
+            # methods share float weights that XNNPACK has packed: pi2_et_share_weights
             1 if source.linears == "float32" else sum(m.kind != "fork" for m in entries.values()),
             planned,
             facts.predictor_bytes,
@@ -112,12 +110,11 @@ def _method_entries(methods: Methods, settings: ExportSettings, decoder: bool) -
 
 
 def _fixed_bytes(folder: Path, packed_copies: int, planned: tuple[int, int], predictors: int, tokens: int) -> int:
-    """Memory of a bundle's process without the neuron cache. The C++ runner's resident memory, mapped files included,
-    stays below this and the cache (docs/BUNDLE.md).
+    """Bound on a process's memory without the neuron cache, mapped files included (docs/BUNDLE.md).
 
     Args:
-        packed_copies: of weights that XNNPACK repacks. planned: as of :func:`manifest_of`. predictors: bytes, with
-            biases. tokens: of one call, at most.
+        packed_copies: of weights that XNNPACK repacks. planned: see :func:`manifest_of`. predictors: bytes, with
+            biases. tokens: most of one call.
     """
     tokenizer = (folder / "tokenizer.json").stat().st_size if (folder / "tokenizer.json").is_file() else 0
     packed = describe_program(folder / PROGRAM_FILE)["bytes"]["named"]
@@ -140,7 +137,7 @@ def _made_by(decoder: bool, settings: ExportSettings) -> dict[str, str]:
 
 
 def runner_constants(source: Source, settings: ExportSettings) -> dict[str, int | bool | list[int]]:
-    """Methods without inputs that describe a decoder's program, under the names of ExecuTorch's LLM runner."""
+    """Constant methods that describe a decoder, under the names of ExecuTorch's LLM runner."""
     config: Any = source.model.config
     constants: dict[str, Any] = {
         CONTEXT_METHOD: settings.max_tokens,
@@ -167,7 +164,7 @@ def _bos(model: nn.Module, tokenizer: Any) -> int | None:
 
 
 def _lossy(source: Source, settings: ExportSettings, methods: Methods) -> Iterator[str]:
-    """What the bundle does not compute as the model in floats does, in words."""
+    """Differences from the model in floats, in words."""
     layers, soc = source.layers, settings.soc
     predicted = sorted({layer.method for layer in source.parts.plan.layers} & {*LOSSY})
     if predicted:
@@ -189,24 +186,22 @@ def _lossy(source: Source, settings: ExportSettings, methods: Methods) -> Iterat
             yield f"attention {kind} on {soc} in those pieces"
 
 
-# --- what is in a .pte ------------------------------------------------------------------------------------------------
+# --- contents of a .pte -----------------------------------------------------------------------------------------------
 
 
-#: Bytes of the head of a file that has an extended header, as ExecuTorch's C++ reads them.
+#: Bytes of a file's head with an extended header, as in ExecuTorch's C++.
 _HEAD = 64
 
 
 def describe_program(path: str | Path) -> dict[str, Any]:
-    """What is in the program at ``path``, without reading its weights.
+    """The contents of the program at ``path``, without reading its weights.
 
-    ExecuTorch has no public Python function for this; its own reader of the flatbuffer is used, on the part of the file
-    that is before the weights.
+    ExecuTorch has no public Python function for this; its internal reader parses the flatbuffer before the weights.
 
     Returns:
-        ``methods``: name -> ``delegates`` (backend -> how many calls) and ``operators`` (name -> how many calls of
-        CPU kernels). ``bytes``: ``program`` (graphs), ``constants``, ``mutable`` (initial values), ``delegates``
-        (backend -> bytes of its blobs; one that several share counts once), ``named`` (weights that delegates have by
-        name), and ``padding``.
+        ``methods``: name -> ``delegates`` (backend -> calls) and ``operators`` (CPU kernel -> calls). ``bytes``:
+        ``program`` (graphs), ``constants``, ``mutable`` (initial values), ``delegates`` (backend -> bytes of its blobs;
+        shared ones count once), ``named`` (weights of delegates by name), and ``padding``.
 
     Raises:
         LibraryMissingError: ExecuTorch is not installed. ArtifactError: the file is missing, cut, or no program.
@@ -230,7 +225,7 @@ def describe_program(path: str | Path) -> dict[str, Any]:
             program = reader._flatbuffer_to_program(data)
         methods = {plan.name: _method(plan) for plan in program.execution_plan}
         return {"methods": methods, "bytes": _bytes(program, len(data), whole)}
-    except Exception as error:  # the reader of flatbuffers trips over damage in many ways
+    except Exception as error:  # the reader raises many types for damage
         raise ArtifactError(
             str(path),
             expected="a whole program of ExecuTorch",
@@ -240,7 +235,7 @@ def describe_program(path: str | Path) -> dict[str, Any]:
 
 
 def _method(plan: Any) -> dict[str, dict[str, int]]:
-    """How often delegates and operators are called in all chains of a method."""
+    """Calls of delegates and operators in a method."""
     delegates: Counter[str] = Counter()
     operators: Counter[str] = Counter()
     for instruction in (i.instr_args for chain in plan.chains for i in chain.instructions):
@@ -253,7 +248,7 @@ def _method(plan: Any) -> dict[str, dict[str, int]]:
 
 
 def _bytes(program: Any, program_bytes: int, whole: int) -> dict[str, Any]:
-    """What the segments of the file are for; what is in none of them is padding."""
+    """Bytes of the file by purpose; the rest is padding."""
     sizes = [segment.size for segment in program.segments]
     parts: dict[str, Any] = {"program": program_bytes, "constants": 0, "mutable": 0, "named": 0, "delegates": {}}
     if program.constant_segment and program.constant_segment.offsets:

@@ -11,20 +11,19 @@ _MARK = b'{"pi2": 1, '
 
 
 def call_figures(metadata: Sequence[bytes]) -> dict[str, list[int]] | list[bytes]:
-    """``delegate_metadata_parser`` of ``executorch.devtools.Inspector``: what each call of a layer did.
+    """``delegate_metadata_parser`` of ``executorch.devtools.Inspector``: statistics of each call of a layer.
 
-    ``Event.delegate_debug_metadatas`` is then what this returns, and
-    ``event_block.to_dataframe(include_delegate_debug_data=True)`` has a column for each figure.
+    ``Event.delegate_debug_metadatas`` then has the result, and
+    ``event_block.to_dataframe(include_delegate_debug_data=True)`` a column for each figure.
 
     Args:
-        metadata: of one event, an item for each time that the method was executed.
+        metadata: of one event, an item per execution of the method.
 
     Returns:
-        For each of :data:`FIGURES` a list of as many numbers. ``wanted``: neurons that were computed, ``hits`` those of
-        them that were in memory; ``reads`` and ``bytes_read``: what the call read of the store, for itself or ahead for
-        the next; ``wait_ns``: waiting for reads, a sum over threads; ``submit_wait_ns``: ``pi2_collect`` waiting for
-        what was computed beside an accelerator. Empty for other delegates' events without metadata; metadata that is
-        not ours as it is.
+        For each of :data:`FIGURES` a list with a number per item. ``wanted``: computed neurons, ``hits`` those in the
+        cache; ``reads`` and ``bytes_read`` from the store, with read-ahead for the next layer; ``wait_ns``: waiting for
+        reads, summed over threads; ``submit_wait_ns``: ``pi2_collect`` waiting for the cold part. Metadata of other
+        delegates is returned as it is.
     """
     if not all(item and bytes(item).startswith(_MARK) for item in metadata):
         return list(metadata)

@@ -23,7 +23,7 @@ from torch_pi2.errors import (
 )
 from torch_pi2.ops.library import library_path
 
-#: The only version of ExecuTorch that the library works with: its C++ interface differs in every version.
+#: The only supported version of ExecuTorch: its C++ interface changes in every version.
 EXECUTORCH = "1.5.1"
 LIBRARY = "libpi2_executorch.so"
 _ABI = 1
@@ -33,16 +33,14 @@ _library: ctypes.CDLL | None = None
 
 
 def load_library() -> ctypes.CDLL:
-    """Load the library, so that ExecuTorch's Python runtime in this process can run a ``.pte`` of torch_pi2.
-
-    A second call does nothing. ExecuTorch is imported first, as the library needs the libraries that it loads.
+    """Load our backend into ExecuTorch's Python runtime, once, so that it runs a ``.pte`` of torch_pi2.
 
     Returns:
         The library, with the functions of ``csrc/include/pi2/executorch.h``.
 
     Raises:
-        LibraryMissingError: executorch is missing, or the library was not built (for it).
-        VersionError: executorch is of another version.
+        LibraryMissingError: executorch is missing, or the library was not built for it.
+        VersionError: executorch has another version.
     """
     global _library
     with _lock:
@@ -50,7 +48,7 @@ def load_library() -> ctypes.CDLL:
             check_executorch()
             path = library_path(LIBRARY)
             try:
-                # this loads the libraries that ours needs
+                # loads libraries that ours needs
                 importlib.import_module("executorch.extension.pybindings.portable_lib")
                 loaded = ctypes.CDLL(str(path))
             except (ImportError, OSError) as error:
@@ -76,7 +74,7 @@ def load_library() -> ctypes.CDLL:
 
 
 def check_executorch() -> None:
-    """Raises LibraryMissingError or VersionError unless executorch is installed in the version that we need."""
+    """Raises LibraryMissingError or VersionError unless the supported executorch is installed."""
     install = f"Install it: {how_to_install('export')}."
     if importlib.util.find_spec("executorch") is None:
         raise LibraryMissingError(
@@ -88,13 +86,10 @@ def check_executorch() -> None:
 
 
 def set_options(options: Mapping[str, str | int | bool]) -> None:
-    """Set options of the backend for programs loaded from now on; an empty text restores the default.
-
-    Args:
-        options: see ``csrc/include/pi2/executorch.h``.
+    """Set options of the backend (``csrc/include/pi2/executorch.h``) for programs loaded later; "" restores a default.
 
     Raises:
-        ConfigError: an unknown option, or an invalid value. LibraryMissingError: see :func:`load_library`.
+        ConfigError: an unknown option, or an invalid value.
     """
     library = load_library()
     for key, value in options.items():
@@ -104,22 +99,21 @@ def set_options(options: Mapping[str, str | int | bool]) -> None:
 
 
 def share_weights(share: bool) -> None:
-    """Let methods loaded from now on share weights that XNNPACK has packed, or not; for float weights only.
+    """Let methods loaded later share float weights packed by XNNPACK.
 
     Raises:
-        LibraryMissingError: see :func:`load_library`; or this executorch has no XNNPACK.
+        LibraryMissingError: this executorch has no XNNPACK.
     """
     if load_library().pi2_et_share_weights(int(share)) != 0:
         raise delegate_error(last_error(), LibraryMissingError)
 
 
 def last_error() -> str:
-    """The backend's last error message, as ExecuTorch itself only returns a number; "" if there was none."""
+    """The backend's last error message, or ""; ExecuTorch itself returns only a number."""
     return bytes(load_library().pi2_et_error()).decode(errors="replace")
 
 
 def clear_error() -> None:
-    """Forget :func:`last_error`."""
     load_library().pi2_et_clear_error()
 
 
@@ -139,7 +133,7 @@ def stats(*, reset: bool = False) -> dict[str, Any]:
 
 
 def delegate_error(text: str, kind: type[Pi2Error] | None = None) -> Pi2Error:
-    """The error for a message of the backend, ``what: expected ..., found .... fix``; its kind follows from it."""
+    """The error for a backend message ``what: expected ..., found .... fix``, which also determines its type."""
     what, expected, rest = parse_core_error(text)
     found, _, fix = rest.partition(". ")
     if not (what and expected and found and fix):

@@ -1,4 +1,4 @@
-"""``manifest.json`` of a bundle: what it is, how it was made, and size and checksums of every file."""
+"""``manifest.json`` of a bundle: the model, its provenance, and size and checksums of every file."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from torch_pi2.store.folder import CARD_FILE
 from torch_pi2.types.verdict import VERDICT_FILE
 
 MANIFEST_FILE = "manifest.json"
-#: For people, and in no manifest: the verdict, and the card that a user may have changed.
+#: Files for people, not in the manifest: the verdict, and the card, which users may edit.
 BESIDE = (VERDICT_FILE, CARD_FILE)
 FORMAT = "torch_pi2.bundle"
 VERSION = 4
-#: The two files that every bundle has: the program of ExecuTorch, and the neurons.
+#: ExecuTorch's program, and the neuron store.
 PROGRAM_FILE = "model.pte"
 STORE_FILE = "model.pi2"
-#: A method of a decoder's program that says how many tokens the KV cache has; ExecuTorch's name for it.
+#: ExecuTorch's name for the constant method with the KV cache's length.
 CONTEXT_METHOD = "get_max_context_len"
 KINDS = ("decoder", "module")
 METHOD_KINDS = ("forward", "prefill", "decode", "fork")
 #: Neurons of a hot chunk.
 CHUNK_NEURONS = 512
 
-#: Fields whose place in the file is another than their name says.
+#: Fields with another path in the file than their name.
 _PLACES = {
     "class_name": ("class",),
     "pte_bytes": ("bytes", "pte"),
@@ -43,16 +43,16 @@ _PLACES = {
     "token_bytes": ("memory", "token_bytes"),
 }
 _FIX = "Use the torch_pi2 that wrote it, or export again."
-#: Bytes that are read and checked at a time.
+#: Bytes read at a time.
 _PIECE = 1 << 20
-#: The first line of the file: the checksum of all bytes behind it.
+#: The first line: the checksum of all following bytes.
 _FIRST_LINE = re.compile(rb'\{"crc32c": "([0-9a-f]{8})",\n')
 _TARGET = re.compile(r"xnnpack|qnn:[A-Za-z0-9]+")
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """Size in bytes of a file, its CRC32C (8 hexadecimal digits), which loading compares, and its SHA-256 (64)."""
+    """A file's size, its CRC32C (8 hexadecimal digits), verified when loading, and its SHA-256 (64)."""
 
     bytes: int
     crc32c: str
@@ -67,7 +67,7 @@ class FileEntry:
 
 
 def _read(path: Path, progress: Any = None, also: Callable[[bytes], object] = len) -> tuple[int, str]:
-    """Size and CRC32C of a file, whose pieces ``also`` gets. Raises OSError."""
+    """Size and CRC32C of a file; ``also`` gets its pieces. Raises OSError."""
     count, crc = 0, 0
     with path.open("rb", buffering=0) as file:
         while piece := file.read(_PIECE):
@@ -84,8 +84,8 @@ class MethodEntry:
     """One method of the program.
 
     Attributes:
-        kind: a value of ``METHOD_KINDS``. batch: sequences at once. max_tokens: of one call, of each sequence.
-        hot_chunks: per layer, how many chunks of ``chunk_neurons`` the accelerator has; empty without one.
+        kind: a value of ``METHOD_KINDS``. batch: number of sequences. max_tokens: per call and sequence.
+        hot_chunks: per layer, chunks of ``chunk_neurons`` on the accelerator; empty without one.
     """
 
     kind: str
@@ -96,13 +96,12 @@ class MethodEntry:
 
 @dataclass(frozen=True)
 class Model:
-    """What was exported.
+    """The exported model.
 
     Attributes:
         class_name: ``class`` in the file. model_type: Hugging Face's, or None. model_hash: of the FFN weights, as in
-            plan.json. weights: the store's. linears: of all other linear layers. layers: FFNs that are neurons;
-            without any there is no store, and weights are ``none``. hidden: input size.
-        vocab: tokens that logits are of, or None.
+            plan.json. weights: format in the store, or ``none``. linears: format of other linear layers. layers: number
+            of FFNs in the store; 0: there is no store. hidden: input size. vocab: size of the logits, or None.
     """
 
     class_name: str
@@ -121,15 +120,14 @@ class Manifest:
 
     Attributes:
         kind: "decoder" or "module". target: "xnnpack" or "qnn:SOC". made_by: package -> version.
-        files: name -> entry, of all files but this one. methods: name -> method, of a decoder at least ``forward``,
-            one ``decode_bN`` and, for more than one lane, ``fork``; of a module only ``forward``. With an accelerator
-            that reads prompts ``prefill_N``.
-        max_tokens: length of a sequence, prompt and answer together, and of the KV cache. lanes: sequences at once.
-        eos: tokens that end an answer. bos: the token that begins a text, if there is one.
-        lossy: in words, what is not as in the model; empty if nothing is.
+        files: name -> entry of all other files. methods: name -> method: of a decoder ``forward``, ``decode_bN``, for
+            several lanes ``fork``, and ``prefill_N`` if an accelerator reads prompts; of a module ``forward``.
+        max_tokens: length of the KV cache, prompt and answer together. lanes: most sequences at once.
+        eos: tokens that end an answer. bos: the token that begins a text, or None.
+        lossy: differences from the model, in words.
         pte_bytes, store_bytes, ffn_bytes: ``bytes`` in the file: of the two files, and of the neurons alone.
-        fixed_bytes, token_bytes: ``memory`` in the file: what it takes without the neuron cache, and neurons that a
-            token wants on average.
+        fixed_bytes, token_bytes: ``memory`` in the file: without the neuron cache, and mean bytes of neurons that a
+            token needs.
     """
 
     kind: str
@@ -157,19 +155,18 @@ class Manifest:
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """Sequences that the decoding methods take, ascending."""
+        """Batch sizes of the decoding methods, ascending."""
         return tuple(sorted(m.batch for m in self.methods.values() if m.kind == "decode"))
 
     @property
     def prefills(self) -> tuple[int, ...]:
-        """Tokens that the methods ``prefill_N`` take, ascending."""
+        """Token counts of the methods ``prefill_N``, ascending."""
         return tuple(sorted(m.max_tokens for m in self.methods.values() if m.kind == "prefill"))
 
     def pieces(self, length: int) -> Iterator[tuple[str, int, int]]:
-        """How a prompt of ``length`` tokens is read: method, first token, tokens.
+        """Calls that read a prompt of ``length`` tokens: (method, first token, tokens).
 
-        The smallest ``prefill_N`` that takes all remaining tokens, or else the largest; ``forward`` if there is none or
-        N tokens do not fit.
+        The smallest ``prefill_N`` for all remaining tokens, else the largest; ``forward`` if none fits.
         """
         at = 0
         while at < length:
@@ -181,7 +178,6 @@ class Manifest:
             at += count
 
     def to_json(self) -> dict[str, Any]:
-        """What the file has."""
         data: dict[str, Any] = {"format": FORMAT, "version": VERSION}
         for name, value in to_json(self).items():
             if name != "where":
@@ -192,23 +188,22 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], where: str = MANIFEST_FILE) -> Manifest:
-        """The manifest that a file has; unknown fields are passed over.
+        """Inverse of :meth:`to_json`; ignores unknown fields.
 
         Raises:
-            ArtifactError: a field is missing or has a value that makes no sense, alone or beside another. The message
-                names ``where`` and the field.
+            ArtifactError: a field is missing, invalid, or contradicts another; names ``where`` and the field.
         """
         return cls(**_fields_of(cls, Field(data, where, _FIX)), where=where)
 
     def save(self, folder: str | Path) -> None:
-        """Write ``folder``/manifest.json, whole or not at all. Raises ArtifactError: it cannot be written."""
+        """Write ``folder``/manifest.json atomically. Raises ArtifactError."""
         atomic_write(Path(folder) / MANIFEST_FILE, sealed(self.to_json()))
 
     @classmethod
     def load(cls, folder: str | Path, verify: bool = True) -> Manifest:
-        """That of a bundle; ``verify=False``: its own checksum may be wrong, as after an edit by hand.
+        """The manifest of a bundle; ``verify=False`` ignores its own checksum, for edits by hand.
 
-        Raises ArtifactError: there is none, of another version, damaged, or as :meth:`from_json`.
+        Raises ArtifactError: it is missing, damaged, invalid, or of another version.
         """
         path = Path(folder) / MANIFEST_FILE
         if not path.is_file():
@@ -230,19 +225,18 @@ class Manifest:
         progress: bool = False,
         store: Path | None = None,
     ) -> int:
-        """Compare the files of a bundle with the manifest: all are there, with their sizes, and no others.
+        """Compare the names and sizes of a bundle's files with the manifest. Names that start with a dot are ignored.
 
         Args:
-            what: "loaded": also compare CRC32C of all files but model.pi2, whose parts have checksums of their own that
-                are compared when they are read. "all": also compare CRC32C and SHA-256 of every file.
-            progress: show a bar while files are read. store: where model.pi2 is, if not in ``folder``.
+            what: "loaded": also CRC32C of all files but model.pi2, whose parts have checksums that reads verify. "all":
+                also CRC32C and SHA-256 of every file.
+            progress: show a bar while files are read. store: path of model.pi2 if not in ``folder``.
 
         Returns:
             Bytes that were read.
 
         Raises:
-            ArtifactError: a file is missing, of another size, changed, or does not belong to the bundle; the message
-                names it. Names that begin with a dot are passed over.
+            ArtifactError: a file is missing, changed, or not in the manifest; the message names it.
         """
         folder = Path(folder)
         paths = {name: folder / name for name in self.files}
@@ -270,13 +264,13 @@ class Manifest:
 
 
 def sealed(data: Mapping[str, Any]) -> str:
-    """The text of ``manifest.json``: its first line has the CRC32C of all that follows."""
+    """The text of ``manifest.json``, with the CRC32C of the rest in its first line."""
     rest = json.dumps({name: value for name, value in data.items() if name != "crc32c"}, indent=1)[2:] + "\n"
     return f'{{"crc32c": "{continue_crc32c(0, rest.encode()):08x}",\n{rest}'
 
 
 def _check_seal(text: bytes, path: Path) -> None:
-    """Raises ArtifactError unless the text is as :func:`sealed` wrote it."""
+    """Raises ArtifactError: the text is not as :func:`sealed` wrote it."""
     first = _FIRST_LINE.match(text)
     found = f"{continue_crc32c(0, text[first.end() :]):08x}" if first else "none"
     if first and found == first.group(1).decode():
@@ -290,13 +284,13 @@ def _check_seal(text: bytes, path: Path) -> None:
 
 
 def describe_files(folder: str | Path) -> dict[str, FileEntry]:
-    """Entries of all files of ``folder`` but the manifest, by name; for who writes a bundle. Raises OSError."""
+    """Name -> entry of all files in ``folder`` but the manifest. Raises OSError."""
     paths = sorted(p for p in Path(folder).iterdir() if p.is_file() and p.name != MANIFEST_FILE)
     return {path.name: FileEntry.of(path) for path in paths}
 
 
 def _check_file(path: Path, entry: FileEntry, what: str, progress: Any = None) -> None:
-    """Raises ArtifactError unless the file at ``path`` is as ``entry`` says; ``what``: see :meth:`Manifest.verify`."""
+    """Raises ArtifactError: the file differs from ``entry``. ``what``: see :meth:`Manifest.verify`."""
 
     def differs(expected: str, found: str) -> ArtifactError:
         fix = "Copy the bundle again, or export again."
@@ -327,7 +321,7 @@ def _check_file(path: Path, entry: FileEntry, what: str, progress: Any = None) -
 
 
 def _fields_of(kind: Any, found: Field) -> dict[str, Any]:
-    """The fields of a dataclass in a file, which may have more, and may have some in other places."""
+    """The fields of a dataclass in a file, at :data:`_PLACES`; further fields are ignored."""
     hints = {name: hint for name, hint in get_type_hints(kind).items() if name != "where"}
     fields = {}
     for name, hint in hints.items():
@@ -349,7 +343,7 @@ def _made(kind: Any, found: Field) -> Any:
 
 
 def _check(m: Manifest) -> None:
-    """Raises ArtifactError for what a program would stumble over; damage is found by the checksum."""
+    """Raises ArtifactError for invalid combinations of fields."""
 
     def require(fits: bool, name: str, expected: str, found: object) -> None:
         if not fits:
