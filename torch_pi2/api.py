@@ -1,7 +1,7 @@
-"""The public functions, in the order of the data flow (docs/design.md)::
+"""The public functions, in order of the data flow (docs/design.md)::
 
-    profile -> fit -> plan -> rewrite        all of them: optimize
-    quantize_                            without any sparsity
+    profile -> fit -> plan -> rewrite    all together: optimize
+    quantize_                            without sparsity
     save / load / restore
 
 Each has a CLI verb of the same name.
@@ -56,10 +56,9 @@ from torch_pi2.types.stats import ActivationStats, LayerStats
 
 _log = logging.getLogger("torch_pi2")
 
-#: A model: functions that change one in place return it.
 Model = TypeVar("Model", bound=nn.Module)
 
-#: Tokens to fit predictors to (to calibrate sign-bit ones on), and the memory that their samples may take.
+#: Tokens for fitting predictors (for calibrating sign-bit ones), and most memory for their samples.
 _FIT_TOKENS = 20_000
 _LAYER_TOKENS = 8192
 _FIT_BYTES = 2 << 30
@@ -68,11 +67,12 @@ _FIT_BYTES = 2 << 30
 def _search(
     model: nn.Module, data: list[Batch] | None, stats: ActivationStats | None = None, needed: bool = True
 ) -> Found:
-    """FFN sites of ``model``, captured on an example of its inputs, and what is left dense.
+    """FFN sites of ``model`` and layers left dense, found with an example of its inputs.
 
     Args:
-        data: its first batch is the example where the inputs cannot be guessed. stats: each site is read as they are,
-            up first or gate first. needed: no layer at all is an error.
+        data: its first batch is the example if inputs cannot be guessed.
+        stats: sites are read up first or gate first as there.
+        needed: raise if there is no layer.
 
     Raises:
         ConfigError, StaleArtifactError: ``stats`` are of another model.
@@ -103,12 +103,11 @@ def profile(
     """Measure how often each FFN neuron of ``model`` fires on ``data``.
 
     ReLU-family neurons fire when they are not exactly zero. In other layers a neuron fires when its gate exceeds
-    the magnitude below which ``config.sparsity`` of all gate values lie (CATS), for which the data is read twice; or,
-    with ``config.score`` and ``config.max_loss``, its own threshold
-    (:mod:`torch_pi2.fitting.thresholds`).
+    the magnitude below which ``config.sparsity`` of all gate values lie (CATS; the data is read twice), or its own
+    threshold with ``config.score`` and ``config.max_loss`` (:mod:`torch_pi2.fitting.thresholds`).
 
     Args:
-        model: any ``nn.Module``; it is run in evaluation mode, on the CPU, and left as and where it was.
+        model: any ``nn.Module``; it runs in evaluation mode on the CPU, and is left unchanged where it was.
         data: text, token ids, or batches: see :func:`torch_pi2.profiling.data.batches`.
         tokenizer: for text (default: from the folder that the model was loaded from).
         config, fields: settings, as one object or as keywords (``sparsity=0.7``).
@@ -142,7 +141,7 @@ def _profile(
 
 
 def _warn_of_few(stats: ActivationStats) -> None:
-    """Warn about experts with too few tokens of their own."""
+    """Warn about experts with too few calibration tokens."""
     experts = [layer for layer in stats if layer.experts is not None]
     few = [layer for layer in experts if layer.borrowed]
     if few:
@@ -159,7 +158,7 @@ def _warn_of_few(stats: ActivationStats) -> None:
 
 
 def _as_profiled(found: Found, stats: ActivationStats) -> Found:
-    """With each site read up first or gate first, as in ``stats``."""
+    """``found`` with each site read up first or gate first, as in ``stats``."""
     return replace(found, sites=[_read_as(site, stats[site.key]) for site in found.sites])
 
 
@@ -188,17 +187,18 @@ def fit(
     progress: bool = False,
     **fields: Unpack[ConfigFields],
 ) -> FittedPredictors:
-    """Fit low-rank predictors for the cold neurons, sized until the model's loss changes less than the tolerance.
+    """Fit low-rank predictors for the cold neurons, just large enough to keep the model's loss within the tolerance.
 
-    With ``config.method`` "signbit": sign-bit predictors, each with the recall of ``config.target_recall``. With "auto"
-    experts get none: the router has left out most of their neurons, and each would have to be trained.
+    With ``config.method`` "signbit": sign-bit predictors, each with the recall of ``config.target_recall``. With
+    "auto",
+    experts get none: the router already skips most of their neurons, and each would need training.
 
     ``data`` must give next-token logits (a causal language model); for other models use
-    :func:`torch_pi2.fitting.fit.fit` with a ``loss_fn``. The others are as in :func:`profile`.
+    :func:`torch_pi2.fitting.fit.fit` with a ``loss_fn``. Other arguments are those of :func:`profile`.
 
     Args:
-        work: a folder for samples and fitted predictors. Memory then does not grow with the number of layers (nor do
-            weights, if :func:`torch_pi2.load_mapped` loaded the model), and the same call resumes after a kill. Remove
+        work: a folder for samples and fitted predictors. Memory then does not grow with the number of layers (nor with
+            the weights of a model from :func:`torch_pi2.load_mapped`), and the same call resumes after a kill. Remove
             it when the result is saved. None: all in memory.
 
     Raises:
@@ -222,14 +222,14 @@ def _fit(
     work: Path | None = None,
 ) -> FittedPredictors:
     cold = {s.key: cold_neurons(stats, s.key, hot_cut(s, stats[s.key], config)) for s in sites}
-    cold |= {s.key: torch.empty(0, dtype=torch.int64) for s in sites if cuts(s.activation)}  # needs its gates
+    cold |= {s.key: torch.empty(0, dtype=torch.int64) for s in sites if cuts(s.activation)}  # cuts need all gates
     if config.method == "auto":
-        # One for every expert takes as many trainings; the router has left out most neurons already.
+        # one training per expert would be needed; the router already skips most neurons
         cold |= {s.key: torch.empty(0, dtype=torch.int64) for s in sites if s.experts is not None}
         if not any(s.experts is None for s in sites):
             return FittedPredictors()
     fitted = [s for s in sites if len(cold[s.key])]
-    # In memory, samples of all layers are held at once: fewer tokens for large models (7B: about 6,000).
+    # samples of all layers are in memory at once: fewer tokens for large models (7B: about 6,000)
     share = 1.0 if work else _FIT_BYTES / max(1, samples_bytes(model, fitted, _FIT_TOKENS))
     n_tokens = max(1024, int(min(1.0, share) * _FIT_TOKENS))
     if n_tokens < _FIT_TOKENS:
@@ -267,8 +267,8 @@ def plan(
     """Decide which neurons are hot, their order, and how cold ones are selected. The plan is bound to ``model``.
 
     Args:
-        example: calibration data whose first batch is used to capture the model, if its inputs cannot be guessed
-            (anything but a Hugging Face model).
+        example: calibration data whose first batch is used to capture the model; only needed if its inputs cannot be
+            guessed (not a Hugging Face model).
         config, fields: settings, as one object or as keywords.
 
     Raises:
@@ -318,33 +318,33 @@ def optimize(
 ) -> Model:
     """Replace the FFNs of ``model`` by predictor-gated neuron clusters, in place; returns ``model``.
 
-    Without ``calibration`` only the lossless exact gate is possible, which skips something only in ReLU-family
-    models. With it: profile, fit (for ``auto`` and ``lowrank``), plan, rewrite. Each expert of a mixture has its own
-    threshold and, if asked for by ``lowrank`` or ``signbit``, its own predictor. ``generate``, ``save_pretrained``
-    and ``state_dict`` keep working; :func:`restore` gives the original back, bit for bit, unless weights are quantised.
-    What an optimised model no longer has (weights of its FFNs as parameters, modules within them) raises by name
-    whoever reads, changes or calls it (:mod:`torch_pi2.base.offloaded`); hooks are kept or refused by name
-    (:mod:`torch_pi2.base.modules`).
+    Without ``calibration`` only the lossless exact gate is possible, which skips neurons only in ReLU-family models.
+    With
+    it: profile, fit (for ``auto`` and ``lowrank``), plan, rewrite. Each expert of a mixture has its own threshold and,
+    with ``lowrank`` or ``signbit``, its own predictor. ``generate``, ``save_pretrained`` and ``state_dict`` keep
+    working; :func:`restore` gives the original back bit for bit, unless weights are quantised. Parameters of FFNs and
+    modules within them are gone, and any access raises an error by name (:mod:`torch_pi2.base.offloaded`); hooks are
+    kept or refused by name (:mod:`torch_pi2.base.modules`).
 
     Args:
-        model: any ``nn.Module`` with feed-forward layers of a known form, on the CPU; or on one GPU, where it is again
-            afterwards: meanwhile it is on the CPU.
+        model: any ``nn.Module`` with feed-forward layers of a known form, on the CPU or on one GPU. A model on a GPU
+            moves to the CPU meanwhile.
         calibration, tokenizer: ``data`` and ``tokenizer`` of :func:`profile`.
         config, fields: settings (:class:`torch_pi2.Config`), as one object or as keywords: ``method="exact"``,
             ``weights="int4"``.
-        stats, predictors: results of :func:`profile` and :func:`fit`, which are then not computed again.
+        stats, predictors: results of :func:`profile` and :func:`fit`, to skip these steps.
         hardware: also plan for a machine and apply that plan: ``measured`` (after ``torch-pi2 doctor --measure``) or
             anything that :func:`torch_pi2.plan_for` takes, which has more settings.
-        progress: bars on standard error in a terminal, and else to the log (:mod:`torch_pi2.base.progress`).
-        gpu_memory: bytes (or ``"6GiB"``) for weights on torch's current GPU: all that is no feed-forward layer, and of
-            these as many neurons as have room; the CPU computes the others meanwhile (docs/GPU.md). Which ones: where
-            ``hardware`` was measured with its GPU, those for which a plan predicts the fastest steps, and it is
-            followed; else, and in models with thresholds, those that fire most. None: no division.
+        progress: show progress bars on a terminal's standard error, else log (:mod:`torch_pi2.base.progress`).
+        gpu_memory: bytes (or ``"6GiB"``) for weights on torch's current GPU: everything but FFNs, and as many of their
+            neurons as fit; the CPU computes the others meanwhile (docs/GPU.md). If ``hardware`` was measured with its
+            GPU, the neurons with the fastest predicted steps, by a plan that is then followed; else, and in models with
+            thresholds, the most frequent neurons. None: no division.
 
     Raises:
-        Pi2Error: see :mod:`torch_pi2.errors`; on any of them the model is left dense and where it was, but where
-            ``gpu_memory``, or what is free of it, is too little (OutOfMemoryError), or no plan can be made for the
-            optimised model: then it is optimised, and with ``gpu_memory`` as a whole on the CPU.
+        Pi2Error: see :mod:`torch_pi2.errors`. The model is then left dense and where it was, with two exceptions: with
+            too little ``gpu_memory`` or free GPU memory (OutOfMemoryError), or if no plan can be made for the optimised
+            model, it stays optimised, and with ``gpu_memory`` whole on the CPU.
     """
     config = configured(config, fields)
     memory_bytes = None if gpu_memory is None else checked_memory(gpu_memory)
@@ -405,7 +405,7 @@ def _optimize(
 
 
 def _say_lossy(parts: SparseState, config: Config) -> None:
-    """One line on what is lossy: a warning if ``auto`` chose it."""
+    """Log what is lossy; a warning if ``auto`` chose it."""
     methods = lossy_methods(parts.plan)
     if not methods:
         return
@@ -421,7 +421,7 @@ def _say_lossy(parts: SparseState, config: Config) -> None:
 
 
 def _machine(hardware: Any, has_data: bool) -> Hardware:
-    """The profile of ``hardware``, before minutes of work. Raises ConfigError, ArtifactError, CalibrationError."""
+    """The profile of ``hardware``, read early. Raises ConfigError, ArtifactError, CalibrationError."""
     if not has_data:
         raise CalibrationError(
             "optimize(hardware=...)",
@@ -433,7 +433,7 @@ def _machine(hardware: Any, has_data: bool) -> Hardware:
 
 
 def _can_fit(model: nn.Module, data: list[Batch] | None) -> bool:
-    """Whether ``auto`` may fit predictors: only a next-token loss says how large they must be."""
+    """Whether ``auto`` may fit predictors: their size is chosen by a next-token loss."""
     if not data:
         return False
     try:
@@ -450,7 +450,7 @@ def _can_fit(model: nn.Module, data: list[Batch] | None) -> bool:
 
 
 def _optimize_without_data(model: Model, config: Config, progress: bool, data: list[Batch] | None = None) -> Model:
-    needed = config.method != Method.DENSE or config.weights == "float"  # else there are linear layers, too
+    needed = config.method != Method.DENSE or config.weights == "float"  # else linear layers are enough
     found, strategies = replaceable(model, _search(model, data, needed=needed), needed)
     sites = found.sites
     smooth = sorted({site.activation for site in sites if not exact_zeros(site.activation)})
@@ -484,10 +484,10 @@ def quantize_(
     """Quantise the linear layers of ``model``, those of FFNs included, in place; returns ``model``. Lossy.
 
     Nothing becomes sparse: every neuron is computed. Embeddings, norms and small layers stay as they are, and
-    ``model.torch_pi2.quantization`` has every layer's error. It is :func:`optimize` with ``method="dense"``, so that
-    :func:`torch_pi2.save`, ``generate`` and ``Decoder`` take the result; :func:`restore` cannot undo it. A checkpoint
-    too large for memory is quantised from folder to folder by :func:`torch_pi2.quantize`. Feed-forward layers
-    of no form that is known are linear layers like others; there need not be any other.
+    ``model.torch_pi2.quantization`` has every layer's error. It is :func:`optimize` with ``method="dense"``, so
+    :func:`torch_pi2.save`, ``generate`` and ``Decoder`` take the result; :func:`restore` cannot undo it. For a
+    checkpoint too large for memory use :func:`torch_pi2.quantize`, from folder to folder. Feed-forward layers of
+    unknown form are treated as linear layers; a model may have no others.
 
     Args:
         weights: ``int4`` or ``int8``, groups of 32 with a float16 scale: 4.5 and 8.5 bits per weight.
@@ -510,7 +510,7 @@ def quantize_(
 def restore(model: Model) -> Model:
     """Restore the original modules and weights, bit for bit; returns ``model``. A dense model is left alone.
 
-    A plan that it follows (:func:`torch_pi2.follow`) is followed no more.
+    It also stops following a plan (:func:`torch_pi2.follow`).
 
     Raises:
         ConfigError: weights are quantised, which cannot be undone.

@@ -1,15 +1,15 @@
 """Dispatch modes that mask neurons of an *unmodified* model, for research and for measuring predictors.
 
 Below autograd there are no module names, and a model may slice, fuse or transpose its weights. Weights are therefore
-recognised by their storage: an operand that begins inside a site's parameter and has its strides *is* some rows of it
+recognised by their storage: an operand that begins inside a site's parameter and has its strides is a range of its rows
 (:class:`MatmulIndex`, which the profiler uses as well).
 
-* :class:`PredictedMaskMode` computes everything and zeroes, before ``down``, what predictors and thresholds would skip.
-  It sizes predictors before there is a plan.
+* :class:`PredictedMaskMode` computes every neuron and zeroes, before ``down``, those that predictors and thresholds
+  would skip. It sizes predictors before there is a plan.
 * :class:`NeuronClusterMode` does so by a plan, and counts what a sparse layer would compute.
 
-Semantics are those of ``torch_pi2.ops.ffn.sparse_ffn``: a cold neuron counts for a token iff it is
-predicted and ``|act(gate)| > threshold``; a hot one counts always.
+Semantics are those of ``torch_pi2.ops.ffn.sparse_ffn``: a cold neuron counts for a token iff it is predicted and
+``|act(gate)| > threshold``; a hot one always counts.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Matmul:
 
 
 def _operands(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, torch.Tensor, Any] | None:
-    """``(x, weight as [out, in], bias)`` of a matmul operation, or None if ``func`` is not one."""
+    """``(x, weight as [out, in], bias)`` of a matmul; None if ``func`` is no matmul."""
     if func is aten.mm.default:
         return args[0], args[1].t(), None
     if func is aten.linear.default:
@@ -86,11 +86,11 @@ def _operands(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tupl
 
 
 class MatmulIndex:
-    """Finds which of a set of sites an operation belongs to.
+    """Finds the site that an operation belongs to.
 
     Args:
         sites: the FFNs.
-        model: whose parameters they name. Addresses are read once, here: build a new index if weights move.
+        model: has their parameters. Addresses are read here, once: build a new index if weights move.
     """
 
     def __init__(self, sites: Sequence[FFNSite], model: nn.Module) -> None:
@@ -102,7 +102,7 @@ class MatmulIndex:
                 matrices[ref.weight] = ref.matrix(model.get_parameter(ref.weight).detach())
                 start, stop = ref.rows[:2] if ref.rows else (0, len(matrices[ref.weight]))
                 self.members[ref.weight].append(Member(site, role, start, stop))
-        # A storage may hold several parameters (a flat buffer), so each address has a list.
+        # a storage may hold several parameters (a flat buffer)
         self._by_storage: dict[int, list[tuple[str, int, torch.Size, tuple[int, ...], int]]] = defaultdict(list)
         for name, p in matrices.items():
             self.members[name].sort(key=lambda m: m.start)
@@ -138,16 +138,16 @@ class MatmulIndex:
 
 
 class PredictedMaskMode(TorchDispatchMode):
-    """Zeroes, before ``down``, every cold neuron that its layer's predictor does not predict, or below its threshold.
+    """Zeroes, before ``down``, every cold neuron that is not predicted, or below its threshold.
 
-    Experts are computed by code of ours meanwhile (:func:`torch_pi2.graph.routed.masked`), those without a predictor in
+    Modules of experts are computed by :func:`torch_pi2.graph.routed.masked` meanwhile, experts without a predictor in
     full.
 
     Args:
-        model: whose parameters the sites name.
-        sites: all FFNs, of a module of experts every one; those without an entry in ``predictors`` stay dense.
-        predictors: site key -> predictor; None: the layer has a threshold alone.
-        cold: site key -> indices of its cold neurons; None: all are.
+        model: has the sites' parameters.
+        sites: all FFNs, including every expert of a module; those without an entry in ``predictors`` stay dense.
+        predictors: site key -> predictor; None: the layer only has a threshold.
+        cold: site key -> indices of its cold neurons; None: all are cold.
         thresholds: site key -> cut on ``|act(gate)|`` of cold neurons, one or ``[I]``; None: 0 everywhere.
     """
 
@@ -172,19 +172,19 @@ class PredictedMaskMode(TorchDispatchMode):
         self._index = MatmulIndex(dense, model)
         self._thresholds = {k: v for k, v in (thresholds or {}).items() if isinstance(v, torch.Tensor) or v > 0}
         self._predictors = predictors
-        #: By site, of the call in progress: neurons that are wanted before any gate is known, and those that count.
+        #: By site, in the current call: neurons predicted or hot, and those that also fire.
         self._wanted: dict[str, torch.Tensor] = {}
         self._keep: dict[str, torch.Tensor] = {}
-        #: Pairs of a token and a cold neuron so far: those that were computed, and all.
+        #: Pairs of a token and a cold neuron so far: computed ones, and all.
         self.pairs = (0, 0)
 
     @property
     def cold_share(self) -> float:
-        """Share of (token, cold neuron) pairs that were computed, so far."""
+        """Share of (token, cold neuron) pairs that were computed so far."""
         return self.pairs[0] / max(1, self.pairs[1])
 
     def __enter__(self) -> Self:
-        self._keep.clear()  # a call that an exception cut short
+        self._keep.clear()  # left by a call that raised
         inside = masked(self._model, self._experts, self._keep_of_expert)
         inside.__enter__()
         self._inside.append(inside)
@@ -221,10 +221,10 @@ class PredictedMaskMode(TorchDispatchMode):
         return out
 
     def _check(self, hit: Matmul) -> None:
-        """Before a matmul of a site is computed."""
+        """Hook before a matmul of a site."""
 
     def _decides(self, site: FFNSite) -> bool:
-        """Whether the first matrix's result is compared with a threshold."""
+        """Whether the gate is compared with a threshold."""
         return site.key in self._thresholds
 
     def _fires(self, site: FFNSite, first_TI: torch.Tensor) -> torch.Tensor:
@@ -253,11 +253,11 @@ class PredictedMaskMode(TorchDispatchMode):
 
 
 class NeuronClusterMode(PredictedMaskMode):
-    """Gives, inside ``with``, the results of a plan on an unmodified eager model, and counts what they take.
+    """Gives, inside ``with``, the results of a plan on an unmodified eager model, and counts the computation it needs.
 
-    Every neuron is computed, and those that the plan skips are zeroed before ``down``: the counts say what a sparse
-    layer computes, and :func:`torch_pi2.optimize` makes it fast. Layers whose method is ``"dense"``, and experts, are
-    left alone. ``generate`` works inside the block.
+    Every neuron is computed, and those that the plan skips are zeroed before ``down``. The counts say what a sparse
+    layer would compute; :func:`torch_pi2.optimize` makes it fast. Layers with method ``"dense"``, and experts, are left
+    alone. ``generate`` works inside the block.
 
         plan.bind(model)
         with torch.no_grad(), NeuronClusterMode(plan, predictors) as mode:
@@ -271,7 +271,7 @@ class NeuronClusterMode(PredictedMaskMode):
     Raises:
         ConfigError: the plan is not bound, or a layer's predictor is missing.
         GradientError: (inside) a gradient would be needed through a masked matmul. ConfigError: (on entering) hooks
-            between the matmuls of a layer: what fires is decided before them.
+            between the matmuls of a layer, which could change what fires.
     """
 
     @checked
@@ -286,7 +286,7 @@ class NeuronClusterMode(PredictedMaskMode):
                 fix="Call torch_pi2.restore(model) first.",
             )
         layers = [y for y in plan.layers if y.method != Method.DENSE and y.n_cold and y.site.experts is None]
-        layers = [y for y in layers if not cuts(y.site.activation)]  # those need every gate between their matmuls
+        layers = [y for y in layers if not cuts(y.site.activation)]  # cuts need every gate between the matmuls
         for layer in layers:
             if layer.method in PREDICTED and layer.site.key not in predictors:
                 raise ConfigError(

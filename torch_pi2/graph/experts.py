@@ -1,8 +1,8 @@
-"""Mixtures of experts: modules that hold all experts of a block in two 3-D parameters, and the sites in them.
+"""Mixtures of experts: modules that hold all experts of a block in two 3-D parameters, and their sites.
 
 They are recognised by structure, not by class: parameters ``gate_up_proj [E, 2I, H]`` (or ``up_proj [E, I, H]``) and
-``down_proj [E, H, I]``, or both transposed, possibly biases of both, and no others; a formula that
-:mod:`.activation` knows; and ``forward(hidden_states, top_k_index, top_k_weights)`` as in transformers, or
+``down_proj [E, H, I]``, or both transposed, optionally biases of both, and no others; a formula known to
+:mod:`.activation`; and ``forward(hidden_states, top_k_index, top_k_weights)`` as in transformers, or
 ``forward(hidden_states)`` with rows sorted by expert (Llama 4). Before a module is replaced, its forward is compared
 with this form on random input (:mod:`torch_pi2.rewrite.rewrite`).
 """
@@ -28,20 +28,20 @@ from torch_pi2.ops.activations import cuts
 from torch_pi2.types.site import ExpertsForm, FFNSite, Formula, LinearRef, dense_reference
 
 _GATE_UP, _UP, _DOWN = "gate_up_proj", "up_proj", "down_proj"
-#: Names that the arguments of experts have, of each one of these.
+#: Accepted names of each argument of experts.
 ARGUMENTS = (("hidden_states",), ("top_k_index", "router_indices"), ("top_k_weights", "routing_weights"))
 _ABOUT_EXPERTS = re.compile("expert|moe|top_k|router|routing", re.IGNORECASE)
 #: Tokens to probe with, and experts per token.
 _PROBE_TOKENS, _PROBE_CHOICES = 24, 2
-#: Sizes to try the code of experts with, and how many of them.
+#: Sizes with which the code of experts is tried, and how many experts.
 _SMALL_H, _SMALL_I, _SMALL_EXPERTS = 16, 24, 4
 
 
 def looks_like_experts(module: nn.Module) -> bool:
-    """Whether ``module`` has a parameter of several matrices, and is called something with experts or chooses some.
+    """Whether ``module`` may be a module of experts, judged by 3-D parameters and by names.
 
-    Heads of attention and block-diagonal gates have such parameters, too. Also a module that is called as experts are,
-    and whose parameters are within it, but not in linear layers (DBRX).
+    Names matter since attention heads and block-diagonal gates have such parameters, too. Modules called like experts
+    whose parameters are further inside, but not in linear layers (DBRX), count as well.
     """
     own = dict(module.named_parameters(recurse=False))
     several = any(p.dim() == 3 and p.shape[0] > 1 for p in own.values())
@@ -66,10 +66,10 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def experts_form(module: nn.Module, tried: dict[Any, str] | None = None) -> ExpertsForm | str:
-    """The form of ``module``, for which :func:`looks_like_experts` holds; or why it has none that is known.
+    """The form of ``module`` (see :func:`looks_like_experts`), or the reason why it is unknown.
 
     Args:
-        tried: what trying the code of others with the same settings has shown; what is found is added.
+        tried: results of trying the code of modules with the same settings; updated.
     """
     own = dict(module.named_parameters(recurse=False))
     first_name = _GATE_UP if _GATE_UP in own else _UP
@@ -114,12 +114,12 @@ def parameter_shapes(form: ExpertsForm) -> dict[str, tuple[int, ...]]:
 
 
 def is_sorted(module: nn.Module) -> bool:
-    """Whether a module of experts is called with rows sorted by expert, and no router's choice."""
+    """Whether a module of experts takes rows sorted by expert, without routing."""
     return _arguments(module) == ("hidden_states",)
 
 
 def _settings(module: nn.Module) -> Any:
-    """Everything by which the code of ``module`` may differ from that of another module."""
+    """Everything that may make the code of ``module`` differ from that of another module."""
     plain = {k: v for k, v in vars(module).items() if k not in ("_parameters", "_modules", "training")}
     simple = [
         (k, v if isinstance(v, int | float | str | None) else id(v)) for k, v in plain.items() if v not in ({}, set())
@@ -128,7 +128,7 @@ def _settings(module: nn.Module) -> Any:
 
 
 def _formula(module: nn.Module, gated: bool) -> tuple[Formula, bool] | None:
-    """The formula between gate, up and down, and whether gate and up are interleaved; None if it is unknown."""
+    """The formula between gate, up and down, and whether gate and up are interleaved; None if unknown."""
     act_fn: Any = getattr(module, "act_fn", None)
     gate: Any = getattr(module, "_apply_gate", None)
     if not gated:
@@ -153,7 +153,7 @@ def _formula(module: nn.Module, gated: bool) -> tuple[Formula, bool] | None:
 def _more_than(module: nn.Module, form: ExpertsForm) -> str:
     """How the forward of ``module`` deviates from ``form``; empty if it does not, or cannot be tried.
 
-    Its code runs with small random weights, on tokens of all magnitudes, in both modes.
+    It runs with small random weights on tokens of all magnitudes, in both modes.
     """
     small = copy.copy(module)
     small._parameters = {}
@@ -163,7 +163,7 @@ def _more_than(module: nn.Module, form: ExpertsForm) -> str:
         weight = torch.randn(shape, generator=generator, dtype=torch.float32) / _SMALL_H**0.5
         small._parameters[name] = nn.Parameter(weight, requires_grad=False)
     sizes = {form.hidden: _SMALL_H, form.intermediate: _SMALL_I}
-    for name, value in vars(module).items():  # sizes that its code may read
+    for name, value in vars(module).items():  # sizes that the code may read
         if isinstance(value, int) and not isinstance(value, bool) and value in sizes and value != form.experts:
             small.__dict__[name] = sizes[value]
     sites = expert_sites("", small_form, "")
@@ -176,7 +176,7 @@ def _more_than(module: nn.Module, form: ExpertsForm) -> str:
             try:
                 with coverage:
                     found_TH = type(module).forward(small, x_TH.clone(), *routing)[: len(wanted_TH)]
-            except Exception:  # its code knows the real sizes: it is tried with the real weights when it is replaced
+            except Exception:  # it depends on the real sizes, and is tried with the real weights when it is replaced
                 return ""
             if not same_tokens(found_TH, wanted_TH):
                 beside = coverage.missed() or ", ".join(f"{c:g}" for c in sorted(coverage.constants)[:3])
@@ -187,7 +187,7 @@ def _more_than(module: nn.Module, form: ExpertsForm) -> str:
 
 
 def all_experts(model: nn.Module) -> tuple[dict[str, ExpertsForm], dict[str, str]]:
-    """Name -> form of the modules of experts in the order of registration, and name -> why it is not known."""
+    """Modules of experts in order of registration: name -> form, and name -> reason for unknown ones."""
     known: dict[str, ExpertsForm] = {}
     unknown: dict[str, str] = {}
     tried: dict[Any, str] = {}
@@ -202,12 +202,12 @@ def all_experts(model: nn.Module) -> tuple[dict[str, ExpertsForm], dict[str, str
 
 
 def _whole(module: nn.Module) -> bool:
-    """Whether it holds more than one matmul of each expert, so that only its own code computes them."""
+    """Whether ``module`` has more than one matmul of each expert, so that only its own code can compute them."""
     return sum(p.dim() == 3 for p in module.parameters(recurse=False)) > 1
 
 
 def check_known_experts(what: str, model: nn.Module) -> None:
-    """Raises UnsupportedModelError, by name, if a module of experts in ``model`` has no form that is known."""
+    """Raises UnsupportedModelError if a module of experts in ``model`` has an unknown form."""
     reasons = {reason: None for name, reason in all_experts(model)[1].items() if _whole(model.get_submodule(name))}
     if reasons:
         raise UnsupportedModelError(
@@ -248,7 +248,7 @@ def expert_sites(name: str, form: ExpertsForm, owner_class: str, layer: int = 0)
 
 
 def without_experts(model: nn.Module, names: Iterable[str]) -> AbstractContextManager[None]:
-    """Modules of experts of a known form pass their input on: their own code is no graph, and needs values."""
+    """Context in which modules of experts pass their input on: their code cannot be captured, and needs values."""
     return other_forwards({model.get_submodule(name): _pass_on for name in names})
 
 
@@ -261,9 +261,9 @@ ExpertsProbe = tuple[tuple[torch.Tensor, ...], torch.Tensor]
 
 
 def probe_experts(model: Any, sites: Sequence[FFNSite]) -> ExpertsProbe:
-    """Random tokens for all experts of one module with random routing weights, and the result according to the sites.
+    """Random tokens and routing weights for the experts of one module, and the result according to ``sites``.
 
-    For a module that wants rows sorted by expert, the rows of experts without a site are zeros and not in the result.
+    If the module takes rows sorted by expert, rows of experts without a site are zeros, and not in the result.
     """
     first = sites[0]
     module = model.get_submodule(str(first.experts))
@@ -274,7 +274,7 @@ def probe_experts(model: Any, sites: Sequence[FFNSite]) -> ExpertsProbe:
     generator = torch.Generator().manual_seed(first.layer)
     tokens = max(_PROBE_TOKENS, -(-count // choices))
     x_TH = (torch.randn((tokens, first.hidden), generator=generator) * token_magnitudes(dtype, (tokens,))).to(dtype)
-    # every expert has a turn, and no token one of them twice
+    # every expert is used, and no token uses one twice
     mixed = torch.randperm(count, generator=generator)
     index_TK = mixed[torch.arange(tokens * choices).reshape(tokens, choices) % count]
     routing_TK = (torch.rand((tokens, choices), generator=generator) + 0.1).to(dtype)

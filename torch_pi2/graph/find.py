@@ -1,6 +1,6 @@
 """``find_sites``: every FFN of a model, with the names of its parameters (design D4, first finder).
 
-:func:`search` also names those that were seen and are of no form that is known: they stay dense.
+:func:`search` also reports those of unknown form, which stay dense.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from torch_pi2.types.site import ExpertsForm, FFNSite
 
 _log = logging.getLogger("torch_pi2")
 
-#: id of a parameter -> all its fully-qualified names, the first registered first.
+#: id of a parameter -> all its fully-qualified names, first registered first.
 Names = Mapping[int, Sequence[str]]
 
 
 @dataclass(frozen=True)
 class Found:
-    """The FFNs of a model, and those that are ``left`` dense: name -> reason.
+    """The FFNs of a model, and those ``left`` dense: name -> reason.
 
     Attributes:
-        refused: what :func:`search` raises where a layer is needed and none, or with ``strict`` not every one, can be
-            made sparse; else None.
+        refused: the error of :func:`search` if no layer (with ``strict``: not every layer) can be made sparse; else
+            None.
     """
 
     sites: list[FFNSite]
@@ -58,22 +58,22 @@ def find_sites(
 ) -> list[FFNSite]:
     """The model's feed-forward layers in order of execution, whatever its modules are called.
 
-    The model runs once, in eval mode without gradients, on ``args`` and ``kwargs`` (a Hugging Face model needs
-    none: see :func:`torch_pi2.graph.example_inputs`). Weights used several times give one site. Each expert of a
-    mixture is a site of its own (:mod:`torch_pi2.graph.experts`); with experts, the order is that of registration.
+    The model runs once, in eval mode without gradients, on ``args`` and ``kwargs`` (a Hugging Face model needs none:
+    see :func:`torch_pi2.graph.example_inputs`). Weights used several times give one site. Each expert of a mixture is a
+    site (:mod:`torch_pi2.graph.experts`); with experts, the order is that of registration.
 
-    Layers that look like an FFN, and cannot be made sparse, are named in a warning of the ``torch_pi2`` logger.
+    Layers that look like an FFN and cannot be made sparse are named in a warning of the ``torch_pi2`` logger.
 
     Args:
-        strict: refuse a model in which a layer looks like an FFN but has an activation that the kernels do not
-            know. With False such layers are left out like others, as long as there are some that can be made sparse.
-        on_meta: the model is on ``meta`` as a whole (weights of any size are not needed to find their layers).
+        strict: refuse a model with an FFN whose activation the kernels do not know. Otherwise such layers are left out,
+            as long as others can be made sparse.
+        on_meta: the whole model is on ``meta`` (values of weights are not needed).
 
     Raises:
         NoFFNFoundError: nothing matched; the message lists what was seen.
         UnsupportedModelError: an FFN's activation is unknown, or Dynamo cannot capture the model.
         CalibrationError: inputs are missing or wrong. DeviceError: the model is on ``meta``.
-        ConfigError: the model is already in its sparse form.
+        ConfigError: the model is already rewritten.
     """
     return search(model, args, kwargs, strict=strict, on_meta=on_meta).sites
 
@@ -92,7 +92,7 @@ def search(
     """As :func:`find_sites`, with the layers that stay dense.
 
     Args:
-        needed: no layer at all is an error; else it is in ``refused``. warn: name what is left dense in the log.
+        needed: raise if there is no layer; else the error is in ``refused``. warn: log layers that are left dense.
     """
     if has_sparse_layers(model):
         raise ConfigError(
@@ -139,7 +139,7 @@ def search(
         refused = _nothing_found(model, all_seen, left | other)
     if refused is not None and needed:
         raise refused
-    owners = {site.owner for site in sites}  # a layer called in several ways may be left in one graph, found in another
+    owners = {site.owner for site in sites}  # a layer may be left in one graph and found in another
     left = {name: reason for name, reason in (unknown | left | other).items() if name not in owners}
     if left and warn:
         _log.warning("left dense: %s", named(left))
@@ -147,7 +147,7 @@ def search(
 
 
 def named(left: Mapping[str, str], most: int = 8) -> str:
-    """Names by reason, for messages; of each reason at most so many."""
+    """Names by reason, for messages; at most ``most`` names per reason."""
     by_reason: dict[str, list[str]] = {}
     for name, reason in left.items():
         by_reason.setdefault(reason, []).append(name)
@@ -159,7 +159,7 @@ def named(left: Mapping[str, str], most: int = 8) -> str:
 
 
 def _unusable(model: nn.Module, sites: Sequence[FFNSite]) -> dict[str, str]:
-    """Owner -> reason of sites that no code of ours can read or replace."""
+    """Owner -> reason of sites that cannot be read or replaced."""
     found: dict[str, str] = {}
     users: dict[tuple[str, str], list[FFNSite]] = {}
     for site in sites:
@@ -180,7 +180,7 @@ def _unusable(model: nn.Module, sites: Sequence[FFNSite]) -> dict[str, str]:
 
 
 def _owner_of(graph: CapturedGraph, names: Names, projections: Sequence[Projection]) -> str:
-    """The module that holds their parameters, of parametrised ones the module itself."""
+    """The module that holds their parameters; for parametrised ones, the module itself."""
     parameters = [node for p in projections for node in p.own if node in graph.tensors]
     chosen = _names_with_deepest_owner([names[id(graph.tensors[node])] for node in parameters])
     owner = _common_owner(chosen)
@@ -188,7 +188,7 @@ def _owner_of(graph: CapturedGraph, names: Names, projections: Sequence[Projecti
 
 
 def _with_experts(model: nn.Module, sites: list[FFNSite], forms: Mapping[str, ExpertsForm]) -> list[FFNSite]:
-    """``sites`` and those of experts, in the order in which their parameters are registered."""
+    """``sites`` and those of experts, in order of registration of their parameters."""
     if not forms:
         return sites
     classes = {name: type(model.get_submodule(name)).__name__ for name in forms}
@@ -223,13 +223,13 @@ def _site(model: nn.Module, match: Match, graph: CapturedGraph, names: Names, la
     )
     if runs and match.scaled is not None:
         last, factor = match.scaled
-        if within(last) and not within(last.next):  # the last thing that the owner computes in a call of its forward
+        if within(last) and not within(last.next):  # the last operation in the owner's forward
             return replace(site, activation=scaled(site.activation, factor))
     return site
 
 
 def _common_owner(names: Sequence[str]) -> str:
-    """Deepest module that contains all parameters of these names."""
+    """Deepest module that contains all these parameters."""
     first, *others = (name.split(".")[:-1] for name in names)
     for other in others:
         first = _shared(first, other)
@@ -237,7 +237,7 @@ def _common_owner(names: Sequence[str]) -> str:
 
 
 def _names_with_deepest_owner(aliases: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """One name per parameter so that they lie closest together (parameters shared by layers have several)."""
+    """One name per parameter, closest together (parameters shared by layers have several)."""
 
     def beside(anchor: str) -> tuple[str, ...]:
         return tuple(max(names, key=lambda name: len(_shared(anchor.split("."), name.split(".")))) for names in aliases)
@@ -247,16 +247,16 @@ def _names_with_deepest_owner(aliases: Sequence[Sequence[str]]) -> tuple[str, ..
 
 
 def _shared(one: Sequence[str], other: Sequence[str]) -> list[str]:
-    """The parts with which both begin."""
+    """The common prefix."""
     return [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other))]
 
 
 def _inner_modules(model: nn.Module, match: Match, graph: fx.Graph, down_module: str, owner: str) -> tuple[str, ...]:
-    """Names of the modules in which the whole region is computed; empty if part of it is the owner's own code."""
+    """Names of the modules that compute the whole region; empty if part of it is the owner's own code."""
     stack_of_down = _module_path(match.down.nodes[0])
     if stack_of_down is None or not down_module.endswith(stack_of_down):
         return ()
-    # graphs of broken captures start at a submodule: what precedes the path in the parameter's name is missing
+    # after graph breaks, paths start at a submodule: restore the missing prefix
     prefix = down_module[: len(down_module) - len(stack_of_down)]
     found: dict[str, None] = {}
     for node in match.region:
@@ -279,13 +279,13 @@ def _inner_modules(model: nn.Module, match: Match, graph: fx.Graph, down_module:
 
 
 def _within(model: nn.Module, owner: str) -> Callable[[fx.Node], bool]:
-    """Whether a node is computed within a call of the owner's forward."""
+    """Function that tells whether a node is computed within the owner's forward."""
     module = model.get_submodule(owner)
     names = [name for name, other in model.named_modules(remove_duplicate=False) if other is module]
 
     def within(node: fx.Node) -> bool:
         for path, kind in (node.meta.get("nn_module_stack") or {}).values():
-            # graphs of broken captures start at a submodule: their paths are the ends of the names
+            # after graph breaks, paths start at a submodule and are the ends of names
             end = _plain_path(path)
             fits = any(not end or f".{name}".endswith(f".{end}") for name in names)
             if fits and (kind is type(module) or str(kind).endswith(type(module).__qualname__)):
@@ -303,7 +303,7 @@ def _is_dropout(node: fx.Node) -> bool:
 
 
 def _module_path(node: fx.Node) -> str | None:
-    """Path of the innermost module that a node comes from, without Dynamo's name for the root."""
+    """Path of the node's innermost module, without Dynamo's name for the root."""
     stack = node.meta.get("nn_module_stack")
     if not stack or node.op not in ("call_function", "call_method"):
         return None

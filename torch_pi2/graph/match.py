@@ -1,10 +1,10 @@
 """Find feed-forward layers in an FX graph by structure alone.
 
-From every matmul with a parameter (the candidate *down*), walk back through elementwise operations to the
-matmuls they start from (*gate* and *up*), which must share their input. What lies between is recognised by
-:mod:`.activation`. Attention never matches: what mixes tokens, and products of activations, stop the walk. A walk that
-meets anything else but elementwise operations is no match, but goes on: :mod:`.skipped` says why the layer stays dense.
-Used on captured graphs of eager models and, by the compile backend, on Dynamo graphs.
+From every matmul with a parameter (the candidate *down*), walk back through elementwise operations to the matmuls they
+start from (*gate* and *up*), which must share their input. The region between is recognised by :mod:`.activation`.
+Attention never matches: operations that mix tokens, and products of activations, stop the walk. A walk that meets other
+operations is no match, but goes on: :mod:`.skipped` says why the layer stays dense. Used on captured graphs of eager
+models, and by the compile backend on Dynamo graphs.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from torch_pi2.types.site import FFNSite, Formula, LinearRef
 
 Tensors = Mapping[fx.Node, torch.Tensor]
 
-#: Larger regions are no FFNs, and walking the whole residual stream of a norm-free model costs time.
+#: Larger regions are no FFNs; walking the whole residual stream of a norm-free model would take time.
 _MAX_REGION, _MAX_WALK = 64, 256
-#: What mixes tokens or activations: no feed-forward layer has it inside.
+#: Operations that mix tokens or activations, which no feed-forward layer has inside.
 _MIXES = re.compile(
     "conv|attention|matmul|mm$|bmm|einsum|dot|embedding|fft|scan|lstm|gru|rnn|interpolate|pool|roll|shift|index_add"
     "|transpose|permute|stack|solve|autograd_function|wrap"
 )
-#: What makes constants of a region, without a tensor of the model.
+#: Operations that make constants.
 _CONSTANTS = frozenset(["tensor", "broadcast_tensors"])
-#: Statistics over all neurons of a token: allowed in known formulas only.
+#: Statistics over all neurons of a token, allowed in known formulas only.
 _STATISTICS = frozenset(["mean", "std"])
 #: Probe elements above which a region with literal sizes is left alone (1 GiB of float64).
 _MAX_PROBE = 1 << 27
@@ -42,10 +42,10 @@ _MAX_PROBE = 1 << 27
 
 @dataclass(frozen=True)
 class Projection:
-    """``x @ weight.T + bias`` in a graph, however spelled; ``nodes`` are those it is made of, the last its result.
+    """``x @ weight.T + bias`` in a graph, however spelled; ``nodes`` compute it, the last is its result.
 
-    ``transposed``: the weight is ``[in, out]``, as in ``x @ weight + bias``. ``own``: the parameters it is made of,
-    itself unless it is computed (weight norm).
+    ``transposed``: the weight is ``[in, out]``, as in ``x @ weight + bias``. ``own``: the parameters it is computed
+    from, only itself unless there is weight norm or the like.
     """
 
     x: fx.Node
@@ -66,7 +66,7 @@ class Projection:
         return (n_in, n_out) if self.transposed else (n_out, n_in)
 
     def is_plain(self, tensors: Tensors) -> bool:
-        """Whether weight and bias are in ``tensors`` themselves."""
+        """Whether weight and bias are parameters themselves."""
         return self.weight in tensors and (self.bias is None or _is_parameter(self.bias, tensors, 1))
 
 
@@ -82,7 +82,7 @@ class Stream:
 class Match:
     """One FFN in a graph; ``inside`` lists projections and region in graph order, without ``down``'s nodes.
 
-    ``scaled``: the only thing that is done with its result, if that is a product with a number; and the number.
+    ``scaled``: the only use of its result, if that is a product with a number; and the number.
     """
 
     x: fx.Node
@@ -109,7 +109,7 @@ class Match:
         return replace(self, gate=self.up, up=self.gate, activation=swapped(self.activation))
 
     def site(self, name_of: Callable[[fx.Node], str], **where: Any) -> FFNSite:
-        """The site of this FFN with parameters named by ``name_of``; ``where``: fields that a graph does not give."""
+        """The site of this FFN. ``name_of``: names of parameters; ``where``: fields that a graph does not give."""
 
         def ref(stream: Stream) -> LinearRef:
             p = stream.projection
@@ -130,11 +130,12 @@ class Match:
 
 @dataclass
 class Walk:
-    """What the input of ``down`` is made from.
+    """The computation of the input of ``down``.
 
     Attributes:
-        sources: projections. region: the operations between, both in graph order. own: parameters, buffers and
-            constants among their operands. blocked: the first that stands in no FFN that matches; empty: there is none.
+        sources: projections. region: the operations between; both in graph order. own: parameters, buffers and
+            constants among their operands. blocked: the first operation that no matching FFN has; empty if there is
+            none.
     """
 
     down: Projection
@@ -148,8 +149,8 @@ class Walk:
 class Seen:
     """Observations of a search, for messages: linears, what blocked each walk, and FFNs that cannot be made sparse.
 
-    ``unknown`` are FFNs with another formula (its operations), ``left`` others with a reason; both with their
-    projections, down last. ``walks``: by the node of a down.
+    ``unknown``: FFNs with an unknown formula (its operations); ``left``: others with a reason; both with their
+    projections, down last. ``walks``: by the node of down.
     """
 
     order: dict[fx.Node, int]
@@ -226,7 +227,7 @@ def _as_matmul(node: fx.Node, tensors: Tensors) -> Projection | None:
 
 
 def _made_of(weight: fx.Node, tensors: Tensors) -> tuple[fx.Node, ...]:
-    """The parameters that a weight is made of; none if anything else goes into it."""
+    """The parameters that a weight is computed from; empty if it depends on anything else."""
     todo, seen = [weight], dict[fx.Node, None]()
     while todo:
         node = todo.pop()
@@ -240,7 +241,7 @@ def _made_of(weight: fx.Node, tensors: Tensors) -> tuple[fx.Node, ...]:
 
 
 def _einsum_layout(node: fx.Node) -> str:
-    """``in, out`` or ``out, in``: dimensions of the matrix of an einsum that is a linear layer; empty: it is none."""
+    """``in, out`` or ``out, in``: layout of the matrix of an einsum that is a linear layer; empty if it is not."""
     dims = getattr(getattr(node.args[1], "meta", {}).get("example_value"), "dim", lambda: 0)()
     generator = torch.Generator().manual_seed(dims)
     x, w = torch.randn((*range(4, 3 + dims), 3), generator=generator), torch.randn(3, 2, generator=generator)
@@ -256,7 +257,7 @@ def _einsum_layout(node: fx.Node) -> str:
 
 
 def _turned(node: Any) -> fx.Node | None:
-    """The matrix whose transpose ``node`` is."""
+    """The matrix that ``node`` transposes, if it does."""
     if not isinstance(node, fx.Node) or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     name, rest = op_name(node.target), list(node.args[1:])
@@ -311,7 +312,7 @@ def _match_down(gm: fx.GraphModule, walk: Walk, tensors: Tensors, taken: set[fx.
     if escaping is not None:
         seen.left.append(([*sources, down], f"{op_name(escaping.target)} uses what it computes inside"))
         return None
-    # what is changed may be a view of the input, so that no in-place change in between is looked at more closely
+    # a changed tensor may be a view of the input, so any in-place change in between counts
     if any(_changes_something(n) and order[inside[0]] < order[n] < order[down.node] for n in order if n not in allowed):
         seen.left.append(([*sources, down], "something is changed in place between its projections"))
         return None
@@ -352,7 +353,7 @@ def _scaled(node: fx.Node) -> tuple[fx.Node, float] | None:
 
 
 def _walk_back(down: Projection, projections: Mapping[fx.Node, Projection], held: Tensors, seen: Seen) -> Walk | None:
-    """The walk from ``down``; None: something else than projections and what is ``held`` goes into its input."""
+    """The walk from ``down``; None if its input depends on more than projections and what is ``held``."""
     sources: dict[fx.Node, Projection] = {}
     region: set[fx.Node] = set()
     own: dict[fx.Node, None] = {}
@@ -378,7 +379,7 @@ def _walk_back(down: Projection, projections: Mapping[fx.Node, Projection], held
             todo.extend(n for n in node.all_input_nodes if _is_tensor(n))
         else:
             return None
-        # h.relu_() leaves its result in h: such nodes belong to the region though nothing uses them
+        # h.relu_() leaves its result in h: such nodes belong to the region although they have no users
         todo.extend(u for u in node.users if order[u] < order[down.node] and _mutates(u, node))
     if not sources or todo:
         return None
@@ -387,7 +388,7 @@ def _walk_back(down: Projection, projections: Mapping[fx.Node, Projection], held
 
 
 def _blocks(node: fx.Node) -> str:
-    """What ``node``, which is no projection, is called if it stands in no FFN that matches; empty: it may."""
+    """Description of ``node``, no projection, if no matching FFN has it; empty if it may stand in one."""
     if node.op not in ("call_function", "call_method"):
         return "" if node.op == "get_attr" else "its own input"  # a constant that Dynamo made
     if not _may_stand_between(node):
@@ -436,9 +437,9 @@ def _changes_something(node: fx.Node) -> bool:
 
 
 def _cuts_tokens(node: fx.Node) -> bool:
-    """Whether a slice, split or the like works on another than the last dimension.
+    """Whether a slice, split or the like works on another dimension than the last.
 
-    It may keep everything of the example and yet cut longer inputs, so that probing does not show it.
+    It may keep everything of the example and yet cut longer inputs, which probing does not show.
     """
     source = node.args[0] if node.args else None
     example = source.meta.get("example_value") if isinstance(source, fx.Node) else None
@@ -460,7 +461,7 @@ def _cuts_tokens(node: fx.Node) -> bool:
 
 
 def _halves_last(node: Any) -> bool:
-    """Whether it makes two dimensions of the last one, gate and up: ``h.view(batch, tokens, 2, -1)``."""
+    """Whether it splits the last dimension in two, gate and up: ``h.view(batch, tokens, 2, -1)``."""
     if op_name(node.target) not in ("view", "reshape", "unflatten"):
         return False
     before, after = (getattr(n.meta.get("example_value"), "shape", ()) for n in (node.args[0], node))
@@ -473,13 +474,13 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def _hint(value: Any) -> int:
-    """A size as a number; symbolic sizes by the example they were traced with."""
+    """A size as a number; for symbolic sizes, that of the example."""
     node = getattr(value, "node", None)
     return int(node.hint if node is not None and node.hint is not None else value)
 
 
 def _probe_shapes(sources: Sequence[Projection], region: Sequence[fx.Node]) -> list[tuple[int, ...]] | None:
-    """Shapes to probe at: the real ones where sizes are written into the region, else a few rows."""
+    """Shapes of probes: the real ones if sizes are written into the region, else a few rows."""
     literal = any(op_name(node.target) in RESHAPES for node in region)
     shapes = []
     for projection in sources:
@@ -512,13 +513,13 @@ def _evaluate(
     for node in region:
         args: Any = fx.map_arg(node.args, value)
         kwargs: Any = fx.map_arg(node.kwargs, value)
-        if "device" in kwargs:  # of a constant, as of a model on meta
+        if "device" in kwargs:  # a constant, in a model on meta
             kwargs = {**kwargs, "device": "cpu"}
         if node.op == "call_method":
             values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
         else:
             values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-        if op_name(node.target) in CASTS and args[0].dim():  # a constant is what it was rounded to
+        if op_name(node.target) in CASTS and args[0].dim():  # casts of constants count
             values[node] = uncast(args[0], values[node])
     out = values[result]
     assert isinstance(out, torch.Tensor)

@@ -1,8 +1,8 @@
-"""Operations: the names of those that may stand between an FFN's projections, and whether probes reach all they do.
+"""Names of operations that may stand between an FFN's projections, and coverage of a formula's branches by probes.
 
-:class:`BranchCoverage` watches code while it runs: every comparison, clamp, minimum and the like must have been seen on
-both of its sides. It is used wherever a formula is recognised by what comes out of it: regions of graphs, the notes of
-lazy tensors, modules of experts, owners of feed-forward layers.
+:class:`BranchCoverage` watches code while it runs: every comparison, clamp, minimum and the like must be seen on both
+sides. It is used wherever a formula is recognised by its results: regions of graphs, notes of lazy tensors, modules of
+experts, owners of feed-forward layers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ARITHMETIC = """add sub rsub mul multiply div divide true_divide truediv neg ne
     zeros_like ones_like full_like fmax fmin positive pos logical_or logical_xor and or xor invert bitwise_and
     bitwise_or bitwise_xor bitwise_not nan_to_num isnan isinf isfinite isposinf isneginf round floor ceil
     trunc fix frac erfinv"""
-#: Casts between these are ignored when a region is recognised: they change precision, not the formula.
+#: Casts between these are ignored in recognising a region: they change precision, not the formula.
 _FLOATS = frozenset([torch.float64, torch.float32, torch.bfloat16, torch.float16])
 CASTS = frozenset(["to", "float", "double", "half", "bfloat16", "type", "type_as"])
 _COPIES = "contiguous clone detach"
@@ -48,7 +48,7 @@ def op_name(target: Any) -> str:
 
 
 def raw_name(target: Any) -> str:
-    """The bare name with its in-place marks (``relu_``, ``imul``) left on."""
+    """The bare name with in-place marks (``relu_``, ``imul``)."""
     name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
     name = str(name).split(".")[0]
     return name[2:-2] if name.startswith("__") and name.endswith("__") else name
@@ -66,22 +66,22 @@ def is_in_place(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
 
 
 def uncast(x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    """The value used in place of ``result``, a cast of ``x``, when a region is recognised. Casts to integers count."""
+    """The value to use for ``result``, a cast of ``x``: ``x`` for casts between floats; casts to integers count."""
     if result.dtype not in _FLOATS:
         return result
     return x if x.dtype in _FLOATS else result.double()
 
 
-#: Magnitudes to try code with.
+#: Magnitudes of probes.
 MAGNITUDES = tuple(10.0**k for k in range(-3, 5))
 
-#: Bounds of more numbers than this are told by what they did, not by what they are.
+#: Tensors of more bounds than this are not recorded as constants.
 _MAX_CONSTANTS = 64
 
 _COMPARED = """gt ge lt le eq ne greater greater_equal less less_equal not_equal minimum maximum fmin fmax min
     max"""
 _COMPARISONS = frozenset(_COMPARED.split())
-#: name -> names and defaults of the arguments, after the first, that are bounds.
+#: name -> names and defaults of the arguments after the first that are bounds.
 _BOUNDS: dict[str, tuple[tuple[str, Any], ...]] = {
     "clamp": (("min", None), ("max", None)),
     "clip": (("min", None), ("max", None)),
@@ -91,7 +91,7 @@ _BOUNDS: dict[str, tuple[tuple[str, Any], ...]] = {
     "threshold": (("threshold", None),),
 }
 _FINITE = frozenset(["nan_to_num", "isnan", "isinf", "isfinite", "isposinf", "isneginf"])
-#: What gives a number to Python, which may decide by it.
+#: Operations that give a number to Python, which may branch on it.
 _TO_PYTHON = frozenset(["item", "tolist", "numpy", "__array__", "__float__", "__int__", "__bool__"])
 
 #: Largest difference, relative to the largest value, between two orders of summation.
@@ -100,7 +100,7 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
 
 @dataclass
 class _Seen:
-    """One place in the code: what it compares with, and the sides on which values were."""
+    """A comparison in the code, and the sides on which values were seen."""
 
     what: str
     above: bool = False
@@ -108,13 +108,13 @@ class _Seen:
 
 
 def token_magnitudes(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """``[*shape, 1]`` float32: one of ``MAGNITUDES`` for each token; small ones where ``dtype`` can square them."""
+    """``[*shape, 1]`` float32: one of ``MAGNITUDES`` per token; small ones only if ``dtype`` can square them."""
     some = [m for m in MAGNITUDES if m >= 1 or dtype != torch.float16]
     return torch.tensor(some, dtype=torch.float32)[torch.arange(torch.Size(shape).numel()) % len(some)].view(*shape, 1)
 
 
 def same_tokens(found: Any, wanted: torch.Tensor) -> bool:
-    """Whether ``[..., H]`` agree, relative to the largest value of each token; what overflows cannot be seen."""
+    """Whether ``[..., H]`` agree, relative to the largest value of each token; overflowing tokens are ignored."""
     if not isinstance(found, torch.Tensor) or found.shape != wanted.shape:
         return False
     found, tolerance = found.float(), _TOLERANCE[wanted.dtype]
@@ -126,10 +126,10 @@ def same_tokens(found: Any, wanted: torch.Tensor) -> bool:
 
 
 class BranchCoverage(TorchFunctionMode):
-    """``with coverage: code()``, several times; then :meth:`missed` says what none of the runs reached.
+    """``with coverage: code()``, several times; :meth:`missed` then lists what no run reached.
 
     Attributes:
-        constants: the finite numbers, zero excepted, that were compared with.
+        constants: the finite nonzero numbers that were compared with.
     """
 
     def __init__(self) -> None:
@@ -150,7 +150,7 @@ class BranchCoverage(TorchFunctionMode):
         if isinstance(x, torch.Tensor) and x.is_floating_point():
             number = next(self._calls)
             for index, bound in enumerate(_bounds(name, args, kwargs)):
-                if bound is x and x.dim() == 0:  # torch.distributions looks whether its numbers are some
+                if bound is x and x.dim() == 0:  # torch.distributions validates its parameters so
                     continue
                 self._look((number, name, index), x.detach(), bound)
             if name in _FINITE:
@@ -160,7 +160,7 @@ class BranchCoverage(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def missed(self) -> str:
-        """Comparisons that were seen on one side only, for messages; empty if there are none."""
+        """Comparisons seen on one side only, for messages; empty if there are none."""
         return ", ".join(dict.fromkeys(s.what for s in self._places.values() if not (s.above and s.not_above)))
 
     def _look(self, place: tuple[int, str, int], x: torch.Tensor, bound: Any) -> None:
@@ -170,7 +170,7 @@ class BranchCoverage(TorchFunctionMode):
         elif _counts(bound):
             self.constants.add(abs(float(bound)))
         else:
-            return  # zero lies between the same numbers at every magnitude, and nothing lies beyond infinity
+            return  # probes of both signs cover zero, and nothing lies beyond infinity
         shown = f"{place[1]} at {bound:g}" if isinstance(bound, int | float) else place[1]
         self._note(place, shown, x == bound if place[1] in ("eq", "ne") else x > bound)
 

@@ -1,7 +1,7 @@
-"""Experts of a running dense model: the tokens of each, what it computes, and the router that chooses it.
+"""Experts of a running dense model: the tokens of each, its result, and the router that chooses it.
 
-The inside of a module of experts (a loop, grouped matrix products, a kernel) differs by version and setting of
-transformers, so only its arguments and results are used. A router is found by what its block chooses, not by names.
+The inside of a module of experts (a loop, grouped matrix products, a kernel) varies with the version and settings of
+transformers, so only its arguments and results are used. Routers are found by their choices, not by names.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch_pi2.types.site import FFNSite, FFNWeights
 
 
 class Routed(NamedTuple):
-    """Arguments of a module of experts: ``x_TH``, and of each token the experts ``index_TK`` and their weights."""
+    """Arguments of a module of experts: ``x_TH``, and for each token its experts ``index_TK`` with their weights."""
 
     x_TH: torch.Tensor
     index_TK: torch.Tensor
@@ -32,28 +32,30 @@ class Routed(NamedTuple):
 
     @staticmethod
     def of(args: Sequence[Any], kwargs: Mapping[str, Any], experts: int) -> Routed:
-        """The arguments of a call of a module of ``experts``; rows sorted by expert are tokens of one expert each."""
+        """Arguments of a call, for a module of ``experts`` experts; rows sorted by expert become tokens of one expert
+        each.
+        """
         if len(args) + len(kwargs) == 1:
             x_TH = args[0] if args else kwargs[ARGUMENTS[0][0]]
             expert_T = torch.arange(experts, dtype=torch.int64, device=x_TH.device)
             expert_T = expert_T.repeat_interleave(x_TH.shape[0] // experts)
-            # rows of zeros, which belong to other experts, stay zeros
+            # rows of zeros belong to other experts, and stay zeros
             index_TK = torch.where((x_TH != 0).any(-1), expert_T, experts)[:, None]
             return Routed(x_TH, index_TK, torch.ones_like(x_TH[:, :1]))
         given = [next(kwargs[name] for name in names if name in kwargs) for names in ARGUMENTS[len(args) :]]
         return Routed(*args, *given)
 
     def tokens_of(self, site: FFNSite) -> torch.Tensor:
-        """Tokens that ``site`` has, int64 ascending, each once."""
+        """Tokens routed to ``site``, int64 ascending, each once."""
         return torch.nonzero(self.index_TK.eq(site.up.expert or 0).any(-1)).flatten()
 
     def weight_of(self, site: FFNSite, tokens: torch.Tensor) -> torch.Tensor:
-        """``[N]`` float32: how much ``site`` counts for each of ``tokens``."""
+        """``[N]`` float32: routing weight of ``site`` for each of ``tokens``."""
         return (self.routing_TK[tokens].float() * self.index_TK[tokens].eq(site.up.expert or 0)).sum(-1)
 
 
 def modules_of(sites: Sequence[FFNSite]) -> dict[str, list[FFNSite]]:
-    """Module of experts -> those of ``sites`` that are in it; sites that are no experts are left out."""
+    """Module of experts -> its sites; other sites are left out."""
     found: dict[str, list[FFNSite]] = {}
     for site in sites:
         if site.experts is not None:
@@ -62,7 +64,7 @@ def modules_of(sites: Sequence[FFNSite]) -> dict[str, list[FFNSite]]:
 
 
 def chosen_shares(model_config: Any, sites: Sequence[FFNSite]) -> dict[str | None, float]:
-    """Module of experts -> the share of them that a token has, as the configuration says (1 if it does not)."""
+    """Module of experts -> share of its experts per token by the configuration (1 if it does not say)."""
     if hasattr(model_config, "get_text_config"):
         model_config = model_config.get_text_config()
     chosen = getattr(model_config, "num_experts_per_tok", None)
@@ -79,7 +81,7 @@ def first_products(site: FFNSite, weights: FFNWeights, x_TH: torch.Tensor) -> tu
 
 
 def fired_scores(site: FFNSite, weights: FFNWeights, x_TH: torch.Tensor) -> torch.Tensor:
-    """``[T, I]`` float32 magnitudes that say whether a neuron fires, as the profile of any other layer has them."""
+    """``[T, I]`` float32 magnitudes that decide whether a neuron fires, as for other layers."""
     gate_TI, up_TI = first_products(site, weights, x_TH)
     act = ACTIVATIONS[site.activation]
     score_TI = act(gate_TI)
@@ -87,7 +89,7 @@ def fired_scores(site: FFNSite, weights: FFNWeights, x_TH: torch.Tensor) -> torc
 
 
 def intermediate(site: FFNSite, weights: FFNWeights, x_NH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """An expert's gate, as :func:`first_products`, and the input of its down matrix: ``[N, I]`` float32."""
+    """An expert's gate as in :func:`first_products`, and the input of its down matrix: ``[N, I]`` float32."""
     gate_NI, up_NI = first_products(site, weights, x_NH)
     h_NI = ACTIVATIONS[site.activation](gate_NI)
     if site.gated:
@@ -101,7 +103,7 @@ Keep = Callable[[FFNSite, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def masked_experts(model: nn.Module, sites: Sequence[FFNSite], keep: Keep, routed: Routed) -> torch.Tensor:
-    """The output of the module of ``sites`` (all of its experts) for ``routed``, with unwanted neurons zeroed."""
+    """Output of the module of ``sites`` (all of its experts) for ``routed``, with unwanted neurons zeroed."""
     y_TH = routed.x_TH.new_zeros(routed.x_TH.shape, dtype=torch.float32)
     for site in sites:
         tokens = routed.tokens_of(site)
@@ -116,7 +118,7 @@ def masked_experts(model: nn.Module, sites: Sequence[FFNSite], keep: Keep, route
 
 
 def masked(model: nn.Module, sites: Sequence[FFNSite], keep: Keep) -> AbstractContextManager[None]:
-    """The modules that hold ``sites`` compute only the neurons that count, while inside."""
+    """Context in which the modules of ``sites`` compute only the neurons that ``keep`` selects."""
 
     def forward(own: Sequence[FFNSite]) -> Callable[..., torch.Tensor]:
         return lambda *args, **kwargs: masked_experts(model, own, keep, Routed.of(args, kwargs, len(own)))
@@ -124,18 +126,18 @@ def masked(model: nn.Module, sites: Sequence[FFNSite], keep: Keep) -> AbstractCo
     return other_forwards({model.get_submodule(name): forward(own) for name, own in modules_of(sites).items()})
 
 
-#: Random tokens that a block routes, and the share of its choices that a router must find (some are close).
+#: Number of random tokens to route, and least share of choices that a router must reproduce (some are close).
 _TOKENS, _LEAST_FOUND = 64, 0.9
 
 
 @dataclass(frozen=True)
 class LinearRouter:
-    """A token's experts are the ``chosen`` (K) with the highest scores.
+    """Top-``chosen`` routing by linear scores.
 
     Attributes:
-        weight: ``[E, H]``. bias: ``[E]``, or None. Scores are ``weight x + bias``;
-        correction: ``[E]``, or None: else the sigmoid of that, plus ``correction``.
-        chosen: experts of a token.
+        weight: ``[E, H]``. bias: ``[E]``, or None. Scores are ``weight x + bias``.
+        correction: ``[E]``, or None. If given, scores are their sigmoid plus ``correction``.
+        chosen: K, experts per token.
     """
 
     weight: torch.Tensor
@@ -152,17 +154,17 @@ class LinearRouter:
 
 
 class _Stop(Exception):
-    """Ends a call that has done what it was for."""
+    """Ends a call early."""
 
 
 def find_router(
     block: nn.Module, experts: nn.Module, count: int, beside: Sequence[nn.Module] = ()
 ) -> LinearRouter | None:
-    """The router in ``block``, which holds ``experts`` (``count`` of them); None: it is no linear layer and a top k.
+    """The router of ``experts`` (``count`` of them) in ``block``; None if it is not linear with a top k.
 
-    The block routes random tokens, which ``experts`` do not compute. Which of its matrices ``[E, H]`` makes the same
-    choices is tried, with and without vectors ``[E]``. Modules ``beside``, whose weights may be in storage, give
-    zeros meanwhile.
+    The block routes random tokens, which ``experts`` do not compute. Each matrix ``[E, H]`` of the block, with and
+    without vectors ``[E]``, is compared with its choices. Modules ``beside``, whose weights may be in a store, return
+    zeros.
     """
     with other_forwards(dict.fromkeys(beside, torch.zeros_like)):
         routed = _try(block, experts, count)
@@ -178,7 +180,7 @@ def find_router(
 
 
 def _try(block: nn.Module, experts: nn.Module, count: int) -> Routed | None:
-    """How the block routes random tokens; None: it takes other arguments, or does not choose by token."""
+    """How the block routes random tokens; None if it takes other arguments, or does not choose by token."""
     seen: list[Routed] = []
 
     def stop(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -195,7 +197,7 @@ def _try(block: nn.Module, experts: nn.Module, count: int) -> Routed | None:
     try:
         with torch.no_grad():
             block(x_BTH)
-    except Exception:  # the code of a model may raise anything when it is called with one tensor
+    except Exception:  # model code may raise anything when called with one tensor
         pass
     finally:
         hook.remove()
@@ -203,7 +205,7 @@ def _try(block: nn.Module, experts: nn.Module, count: int) -> Routed | None:
 
 
 def _around(block: nn.Module, experts: nn.Module) -> list[torch.Tensor]:
-    """The block's tensors outside its experts, except layers whose neurons are in a store."""
+    """The block's float tensors outside its experts, except neurons in a store."""
     inside = {id(t) for t in (*experts.parameters(), *experts.buffers())}
     every = (t for t in (*block.parameters(), *block.buffers()) if id(t) not in inside)
     return [t.detach() for t in every if not isinstance(t, OffloadedParameter) and t.is_floating_point()]

@@ -1,7 +1,7 @@
-"""Layers that look like an FFN but have no known form: they stay dense, and are named with a reason.
+"""Layers that look like an FFN but have no known form: they stay dense, and are reported with a reason.
 
-Looser than :mod:`.match`, from whose walks they come: weights may be computed (weight norm, tied by transposing), and
-between the projections may stand parameters, buffers and whatever does not mix tokens.
+This is looser than :mod:`.match`, whose walks it uses: weights may be computed (weight norm, tied by transposing), and
+parameters, buffers and anything that does not mix tokens may stand between the projections.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import fx, nn
 from torch_pi2.graph.match import Match, Projection, Seen, Walk
 from torch_pi2.graph.operations import CASTS, ELEMENTWISE, RESHAPES, op_name
 
-#: What a norm is made of, and what may stand around it without making a layer feed-forward.
+#: Operations of a norm, and those around it that do not make a layer feed-forward.
 _NORMS = re.compile(r"\w*norm|normalize|mean|sum|(var|std)(_mean)?")
 _IN_NORMS = (
     CASTS
@@ -22,19 +22,21 @@ _IN_NORMS = (
     | {"pow", "square", "sqrt", "rsqrt", "reciprocal", "add", "sub", "mul", "multiply", "div", "truediv", "true_divide"}
     | {"contiguous", "clone", "chunk", "split", "getitem", "narrow"}
 )
-#: Why an FFN with an adapter in it stays dense.
+#: Reason for an FFN with an adapter.
 _MORE = "more matmuls than gate, up and down"
 
 
 def skipped_layers(matches: Sequence[Match], seen: Seen) -> list[tuple[list[Projection], str]]:
-    """Layers that look feed-forward, none of whose matmuls is in a match or named by ``seen``: as ``seen.left``."""
+    """Layers that look feed-forward and share no matmul with a match or an entry of ``seen``; format of
+    ``seen.left``.
+    """
     taken = {n for m in matches for n in (*m.inside, *m.down.nodes)}
     taken |= {n for projections, _ in (*seen.unknown, *seen.left) for p in projections for n in p.nodes}
     skipped: list[tuple[list[Projection], str]] = []
     for walk in seen.walks.values():
         if walk is None or walk.down.node in taken or not walk.region:
             continue
-        if len(walk.sources) == 1 and _is_norm(walk.region):  # of low rank with a norm in it, as DeepSeek's queries
+        if len(walk.sources) == 1 and _is_norm(walk.region):  # low rank with a norm, as in DeepSeek's queries
             continue
         behind = _behind(walk, seen)
         firsts = next((list(dict.fromkeys(some)) for some in (walk.sources, behind) if _begin(some, walk.down)), [])
@@ -47,7 +49,7 @@ def skipped_layers(matches: Sequence[Match], seen: Seen) -> list[tuple[list[Proj
 
 
 def _behind(walk: Walk, seen: Seen) -> list[Projection]:
-    """What the latest sources are made from: an adapter is two matmuls in a row, and a layer may have three."""
+    """Projections before the latest sources: an adapter is two matmuls in a row, and a layer may have three."""
     latest = max(seen.order[source.x] for source in walk.sources)
     found: list[Projection] = []
     for source in walk.sources:
@@ -57,17 +59,17 @@ def _behind(walk: Walk, seen: Seen) -> list[Projection]:
 
 
 def _begin(firsts: list[Projection], down: Projection) -> bool:
-    """Whether these can be the matmuls that a layer begins with, which have one input."""
+    """Whether these can be the first matmuls of a layer, which share one input."""
     hidden, intermediate = down.sizes
     fits = len({first.x for first in firsts}) == 1 and all(first.sizes[1] == hidden for first in firsts)
     return fits and any(first.sizes[0] >= intermediate for first in firsts)
 
 
 def not_reached(model: nn.Module, reached: Set[int], apart: Iterable[str]) -> dict[str, str]:
-    """Name -> reason of modules that hold the linears of a feed-forward layer, none of which ran in any graph.
+    """Name -> reason of modules with the linears of a feed-forward layer, none of which ran in any graph.
 
     Args:
-        reached: ids of the parameters in graphs. apart: names of modules that were looked at in another way.
+        reached: ids of the parameters in graphs. apart: names of modules that are handled elsewhere.
     """
     found: dict[str, str] = {}
     known = tuple(f"{name}." for name in apart)

@@ -1,14 +1,14 @@
 """Activations the kernels know, by name. ``relu``-like ones give exact zeros (lossless sparsity).
 
-A name may have numbers: ``silu[in=1.702,out=0.587544066,limit=7,plus=1]`` is, of a gate v and an up u,
-``out * silu(in * min(v, limit)) * (clamp(u, -limit, limit) + plus)``; what is not written is 1, 1, infinity and 0.
-So multipliers, sigmoid's approximation of GELU (CLIP), and clamped SwiGLU (gpt-oss, DeepSeek-V4) are activations.
+A name may have parameters: ``silu[in=1.702,out=0.587544066,limit=7,plus=1]`` is, for a gate v and an up u,
+``out * silu(in * min(v, limit)) * (clamp(u, -limit, limit) + plus)``; the defaults are 1, 1, infinity and 0. This
+covers multipliers, sigmoid's approximation of GELU (CLIP), and clamped SwiGLU (gpt-oss, DeepSeek-V4).
 
-With ``sigmas=k`` v is ``max(0, gate - mean - k * deviation)``, mean and standard deviation of the token's gates of all
-neurons: most are exactly zero (Gemma 3n's first layers, where k is the normal distribution's quantile of 0.95).
+With ``sigmas=k`` v is ``max(0, gate - mean - k * deviation)``, with mean and standard deviation of the token's gates
+over all neurons: most are exactly zero (Gemma 3n's first layers, where k is the normal distribution's 0.95 quantile).
 
-With ``second=1`` gate and up change places in all of this: the first matrix of a neuron is up, which decides whether
-the others are read, and the activation is that of the second (:meth:`torch_pi2.types.site.FFNSite.up_first`).
+With ``second=1`` gate and up change places: the first matrix of a neuron is up, which decides whether the others are
+read, and the activation applies to the second (:meth:`torch_pi2.types.site.FFNSite.up_first`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WITH_NUMBERS = re.compile(r"(\w+)\[([^\[\]]+)\]")
 
 @dataclass(frozen=True)
 class Shaped:
-    """An activation as its text has it, see the module: ``base`` is a name without numbers."""
+    """A parsed activation; ``base`` is a name without parameters."""
 
     base: str
     scale_in: float = 1.0
@@ -44,13 +44,13 @@ class Shaped:
 
     @property
     def text(self) -> str:
-        """What :func:`shaped` reads, with nine digits: those of float32."""
+        """The text that :func:`shaped` reads; nine digits are exact for float32."""
         given = [(key, float(getattr(self, name)), usual) for key, (name, usual) in _NUMBERS.items()]
         parts = [f"{key}={value:.9g}" for key, value, usual in given if value != usual]
         return f"{self.base}[{','.join(parts)}]" if parts else self.base
 
 
-#: Key of a number in a text -> the field of :class:`Shaped`, and what it is where the text does not say.
+#: Key of a parameter in a text -> field of :class:`Shaped`, and default.
 _NUMBERS = {
     "in": ("scale_in", 1.0),
     "out": ("scale_out", 1.0),
@@ -109,13 +109,13 @@ def cuts(activation: str) -> bool:
 
 
 def cut(activation: str, gate_TI: torch.Tensor) -> torch.Tensor:
-    """``[..., 1]``: up to where an activation with ``sigmas`` is zero, of the gates ``[..., I]`` of all neurons."""
+    """``[..., 1]``: the value of ``gate_TI [..., I]`` up to which an activation with ``sigmas`` is zero."""
     mean, deviation = gate_TI.mean(-1, keepdim=True), gate_TI.std(-1, keepdim=True, unbiased=False)
     return mean + _known(activation).sigmas * deviation
 
 
 def on_up(activation: str, activated: bool) -> Activation:
-    """The function applied to up: the ``activation`` if ``activated``, else clamp and addition by its numbers."""
+    """The function applied to up: the ``activation`` if ``activated``, else its clamp and offset."""
     if activated:
         return ACTIVATIONS[activation]
     if activation in _PLAIN:
@@ -124,13 +124,13 @@ def on_up(activation: str, activated: bool) -> Activation:
 
 
 def scaled(activation: str, factor: float) -> str:
-    """The activation whose values are ``factor`` times as large."""
+    """The activation times ``factor``."""
     of = _known(activation)
     return replace(of, scale_out=float(f"{of.scale_out * factor:.9g}")).text
 
 
 def exact_zeros(activation: str) -> bool:
-    """Whether it is exactly zero for many outputs of the first matrix, so that skipping zeros is lossless."""
+    """Whether it is exactly zero for many outputs of the first matrix, so that skipping them is lossless."""
     of = _known(activation)
     return not of.second and (of.base in SPARSE_ACTIVATIONS or cuts(activation))
 
@@ -141,13 +141,13 @@ def second(activation: str) -> bool:
 
 
 def swapped(activation: str) -> str:
-    """The activation of the second matrix, if this is one of the first, and the other way round."""
+    """The activation with gate and up exchanged."""
     of = _known(activation)
     return replace(of, second=not of.second).text
 
 
 def check_plain(activation: str, what: str = "kernels on a GPU") -> None:
-    """Raises UnsupportedModelError: ``what`` do not have this activation."""
+    """Raises UnsupportedModelError unless GPU kernels (``what``) have this activation."""
     if activation not in ON_A_GPU:
         raise UnsupportedModelError(
             f"activation {activation}",
@@ -165,7 +165,7 @@ def _known(activation: str) -> Shaped:
 
 
 class _Activations(dict[str, Activation]):
-    """Lists the names without numbers, and makes the others on request."""
+    """Iterates over plain names; builds activations with parameters on lookup."""
 
     def __missing__(self, text: str) -> Activation:
         return partial(_first, _known(text))
@@ -183,11 +183,11 @@ _PLAIN: dict[str, Activation] = {
     "identity": lambda x: x,
 }
 
-#: name -> function, in the order of ``csrc/include/pi2/activations.inc``; texts with numbers are found as well.
+#: name -> function, in the order of ``csrc/include/pi2/activations.inc``; also looks up texts with parameters.
 ACTIVATIONS: dict[str, Activation] = _Activations(_PLAIN)
 
-#: Those that ``_act`` of :mod:`torch_pi2.ops.gpu.kernels` has.
+#: Activations of ``_act`` in :mod:`torch_pi2.ops.gpu.kernels`.
 ON_A_GPU = ("relu", "relu2", "silu", "gelu", "gelu_tanh", "identity")
 
-#: Activations that are exactly zero on half of the line: skipping their zeros is lossless.
+#: Exactly zero on half of the line: skipping their zeros is lossless.
 SPARSE_ACTIVATIONS = frozenset({"relu", "relu2"})

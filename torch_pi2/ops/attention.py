@@ -1,4 +1,4 @@
-"""``attention``: new tokens, of a step or of a prompt, over a cache of keys and values."""
+"""``attention``: new tokens of a step or prompt over a KV cache."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ def attention(
     causal: bool = False,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of T tokens over the positions that each of them sees; N query heads share K key heads in equal groups.
+    """Attention of T tokens over the positions they see; N query heads share K key heads in equal groups.
 
-    A token's bits depend on its own query and on what it sees: neither on the tokens and sequences beside it, nor on
-    positions that it does not see (which may be anything, NaN too), nor on the threads. What no token sees at the end
-    of the cache is not read. Softmax is taken block by block, as it comes (arXiv 1805.02867), for a tile of queries at
-    a time (arXiv 2205.14135); of few tokens the length is split between threads (arXiv 2311.01282).
+    A token's bits depend only on its query and on the positions it sees, not on other tokens and sequences, on masked
+    positions (which may be anything, NaN too), or on the number of threads. The end of the cache that no token sees is
+    not read. Softmax is computed online, block by block (arXiv 1805.02867), for a tile of queries at a time (arXiv
+    2205.14135); for few tokens the length is split between threads (arXiv 2311.01282).
 
     Args:
         query: ``[B, N, T, D]`` float32, bfloat16 or float16; key, value: ``[B, K, L, D]`` of its dtype, N a multiple of
-            K. Strided ones are read as they are if D is dense.
+            K. Strided tensors are read in place if D is dense.
         mask: bool ``[B or 1, 1, T, L]``, True where a token sees; None: see causal.
-        scale: what scores are multiplied by.
-        causal: without a mask: token t sees positions 0 to t; else all see everything.
-        sinks: float32 ``[N]``, of each head a score that is in the softmax's sum alone (gpt-oss); None: none.
+        scale: factor of the scores.
+        causal: without a mask, token t sees positions 0 to t; else all positions.
+        sinks: float32 ``[N]``, a score per head that only counts in the softmax's sum (gpt-oss); or None.
 
     Returns:
-        ``[B, T, N, D]`` in the dtype of query; sums are taken in float32. Zeros for a token that sees nothing.
+        ``[B, T, N, D]`` in the dtype of query; sums are in float32. Zeros for a token that sees nothing.
     """
     groups = query.shape[1] // key.shape[1]
     key_BNLD, value_BNLD = (t.float().repeat_interleave(groups, 1) for t in (key, value))

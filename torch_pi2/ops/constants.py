@@ -1,4 +1,4 @@
-"""Numbers and lists of the C++ core, as it has them itself (``torch.ops.pi2.constants``, ``torch.ops.pi2.lists``)."""
+"""Constants and name lists of the C++ core (``torch.ops.pi2.constants``, ``torch.ops.pi2.lists``)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch_pi2.ops.linear import fits
 
 
 class Constants(NamedTuple):
-    """In the headers named, each has a comment of its own.
+    """Constants, documented in these headers.
 
     Attributes:
-        chunks, pass_tokens, prompt_tokens, prompt_neurons, stream_from: ``pi2/ffn.h``. gemm_tokens, blocks (a bit for
-        the code of each format that may be in them): ``pi2/linear.h``.
+        chunks, pass_tokens, prompt_tokens, prompt_neurons, stream_from: ``pi2/ffn.h``.
+        gemm_tokens, blocks (one bit per format code that may be in blocks): ``pi2/linear.h``.
         mask_bytes: ``pi2/predict.h``. expert_bytes: ``pi2/experts.h``. attention_split, attention_rows:
         ``pi2/attention.h``. most_traced, stages, trace_counters: ``pi2/trace.h``.
     """
@@ -47,12 +47,12 @@ def constants() -> Constants:
 
 
 class Lists(NamedTuple):
-    """The names of each kind; to add one, add a line to the file named.
+    """Names by kind; a new one is a line in the file named.
 
     Attributes:
-        activations: names without numbers, ``pi2/activations.inc``. engines: that read a store, in the order in which
-            ``auto`` tries them, ``io/engines.inc``. policies: of the neuron cache, with the bytes that each remembers
-            of a neuron of the store, ``cache/policies/list.inc``.
+        activations: without parameters, ``pi2/activations.inc``. engines: reading a store, in the order that ``auto``
+            tries them, ``io/engines.inc``. policies: of the neuron cache, with the bytes that each keeps per neuron of
+            the store, ``cache/policies/list.inc``.
     """
 
     activations: tuple[str, ...]
@@ -70,11 +70,11 @@ def lists() -> Lists:
 
 
 def chunk_neurons(neurons: int) -> int:
-    """Neurons of a chunk of a layer that has so many."""
+    """Neurons per chunk of a layer with ``neurons`` neurons."""
     load()
     return int(torch.ops.pi2.chunk_neurons(neurons))
 
 
 def wants_blocks(weights: str, rows: int, columns: int, int8_activations: bool) -> bool:
-    """Whether a matrix of this size and format has its rows in blocks on this CPU (:mod:`torch_pi2.ops.linear`)."""
+    """Whether this CPU's kernels want a matrix of this size and format in blocks (:mod:`torch_pi2.ops.linear`)."""
     return int8_activations and bool(constants().blocks >> FORMATS[weights].code & 1) and fits(rows, columns)

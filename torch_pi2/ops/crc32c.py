@@ -17,7 +17,7 @@ def crc32c(rows: torch.Tensor) -> torch.Tensor:
 
 
 def continue_crc32c(crc: int, data: bytes) -> int:
-    """Checksum of bytes whose own is ``crc`` (0: none), and of ``data`` behind them."""
+    """Checksum of bytes with checksum ``crc`` (0: no bytes) followed by ``data``."""
     if len(data) < 4:
         state = crc ^ 0xFFFFFFFF
         for byte in data:
@@ -25,7 +25,7 @@ def continue_crc32c(crc: int, data: bytes) -> int:
             for _ in range(8):
                 state = (state >> 1) ^ (_REFLECTED if state & 1 else 0)
         return state ^ 0xFFFFFFFF
-    # What came before changes the first four bytes of what follows, and nothing else.
+    # the previous checksum only changes the first four bytes of what follows
     rest = bytearray(data)
     rest[:4] = (int.from_bytes(data[:4], "little") ^ crc).to_bytes(4, "little")
     return int(crc32c(torch.frombuffer(rest, dtype=torch.uint8)[None])[0])

@@ -31,24 +31,23 @@ def experts_ffn(
     bias_down: torch.Tensor | None = None,
     first: int = 0,
 ) -> torch.Tensor:
-    """Each token's sum of what its experts compute, weighted by the router: ``x [T, H]`` -> ``[T, H]``.
+    """Each token's sum of its experts' results, weighted by the router: ``x [T, H]`` -> ``[T, H]``.
 
     Slots are added in order, in float32, and the sum is rounded to ``x``'s dtype once.
 
     Args:
         x: ``[T, H]`` float32, bfloat16 or float16.
-        index: int64 ``[T, k]``, the experts of each token, 0 to E - 1; E itself is no expert and adds nothing (what
-            expert parallelism makes of experts that are elsewhere).
-        routing: ``[T, k]``, what the router weighs them with, any of these dtypes.
-        neuron_rows: ``[E, I, ...]``, the neurons of every expert as in :func:`torch_pi2.ops.ffn.sparse_ffn`;
-            none is always computed.
-        predictor: tensors of :func:`torch_pi2.ops.ffn.predicted_ffn`, each ``[E, ...]``; empty for ``kind``
-            ``none``, where every neuron is looked at.
+        index: int64 ``[T, k]``, each token's experts, 0 to E - 1; E adds nothing (expert parallelism: an expert
+            elsewhere).
+        routing: ``[T, k]``, their weights, in any of these dtypes.
+        neuron_rows: ``[E, I, ...]``, as in :func:`torch_pi2.ops.ffn.sparse_ffn` per expert; no neuron is hot.
+        predictor: tensors of :func:`torch_pi2.ops.ffn.predicted_ffn`, each ``[E, ...]``; empty for ``kind`` ``none``,
+            which computes every gate.
         cuts: E thresholds or margins of the predictors; empty for ``none``.
         thresholds: E cuts on ``|act(gate)|``; empty: 0 for all.
         bias_gate, bias_up: ``[E, I]`` or None; bias_down: ``[E, H]`` or None.
-        first: so many neurons of each expert, a multiple of 64, are computed elsewhere: the bits of experts that have
-            the others alone. Predictors have rows for all.
+        first: number of first neurons of each expert that are computed elsewhere, a multiple of 64: the result has the
+            bits of experts without them. Predictors have rows for all neurons.
         The others: as in ``predicted_ffn``, the same for all experts.
     """
 
@@ -97,7 +96,7 @@ def stored_experts(
     """:func:`experts_ffn` with the neurons of ``experts`` layers of a store, from ``first_layer`` on.
 
     Args:
-        reader: in the place of the operator's number of an open store, a ``torch_pi2.store.storefile.StoreReader``.
+        reader: a ``torch_pi2.store.storefile.StoreReader``; the operator takes the number of an open store.
         The others: see :func:`experts_ffn`.
     """
     neuron_rows = torch.stack([reader.as_computed(reader.read_layer(first_layer + e)) for e in range(experts)])

@@ -1,4 +1,4 @@
-"""Feed-forward layers: ``sparse_ffn``, ``predicted_ffn``, ``stored_ffn``, and ``add_parts``, which sums one's parts."""
+"""Feed-forward layers: ``sparse_ffn``, ``predicted_ffn``, ``stored_ffn``, and ``add_parts``, which sums chunks."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def sparse_ffn(
     int8_activations: bool = False,
     thresholds: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A feed-forward layer over neurons' rows, of which only some are computed.
+    """A feed-forward layer stored by neuron, with only some neurons computed.
 
-    The first ``n_hot`` neurons are hot: always computed. A cold neuron i contributes to token t iff
-    ``active`` is None or ``active[t, i - n_hot]``, *and* its gate fires: ``|act(gate)| > threshold`` (for a
-    plain FFN ``|act(up)| > threshold``). With ``active=None, threshold=0`` this is the exact gate: equal to
-    the dense layer, since what is skipped is multiplied by zero.
+    The first ``n_hot`` neurons are hot: always computed. A cold neuron i contributes to token t iff ``active`` is None
+    or ``active[t, i - n_hot]``, *and* its gate fires: ``|act(gate)| > threshold`` (plain FFN:
+    ``|act(up)| > threshold``). With ``active=None, threshold=0`` this is the exact gate: equal to the dense layer,
+    since skipped neurons are zero.
 
     Args:
         x: ``[..., H]`` float32, bfloat16 or float16.
@@ -46,10 +46,10 @@ def sparse_ffn(
         activation: a name in ``ACTIVATIONS``; activation_on_up: also on up (dReLU).
         n_hot: number of hot neurons, 0..I.
         threshold: cut on the gate's magnitude (CATS, arXiv 2404.08763); 0 is lossless.
-        weights: how neurons are stored: ``float``, ``int4`` or ``int8``; or ``FIRST+DOWN``: gate and up rows in FIRST,
+        weights: format of the neurons: ``float``, ``int4`` or ``int8``; or ``FIRST+DOWN``: gate and up rows in FIRST,
             ``int4``, ``int8`` or one of ``GGML``, down rows in DOWN, ``int4`` or ``int8``.
-        int8_activations: with quantised weights, gate and up see ``x`` rounded to int8 per group of 32 (lossy).
-        thresholds: ``[I]`` float32, one for each neuron in the place of ``threshold`` (hot ones know none), or None.
+        int8_activations: with quantised weights, gate and up read ``x`` rounded to int8 per group of 32 (lossy).
+        thresholds: ``[I]`` float32, one per neuron in place of ``threshold`` (not for hot ones), or None.
 
     Returns:
         ``[..., H]`` in ``x``'s dtype; sums are taken in float32.
@@ -117,12 +117,13 @@ def predicted_ffn(
     int8_activations: bool = False,
     thresholds: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A prediction and :func:`sparse_ffn` with it as ``active``, in one call.
+    """A predictor, and :func:`sparse_ffn` with its result as ``active``, in one call.
 
     Args:
         predictor, kind: ``lowrank`` with ``[a, a_scale, b, b_scale]`` of :func:`predict_lowrank`, ``lowrank_q`` with
             ``[a, b]`` of :func:`predict_lowrank_q`, either with a bias as last tensor if there is one; ``signbit`` with
-            ``[signs]`` of :func:`predict_signbit`. The last rows are of the cold neurons, any before them of hot ones.
+            ``[signs]`` of :func:`predict_signbit`. The last rows are those of the cold neurons; rows before belong to
+            hot ones.
         cut: threshold of a low-rank predictor, margin of a sign-bit one.
         predictor_weights, predictor_int8_activations: of ``lowrank_q``; others ignore them.
     """
@@ -141,9 +142,9 @@ def predicted(
     int8_activations: bool,
     ops: Any = predictors,
 ) -> torch.Tensor:
-    """Which neurons the predictor of :func:`predicted_ffn` wants, bool ``[..., rows]``: of all rows that it has.
+    """Neurons that the predictor of :func:`predicted_ffn` selects, bool ``[..., rows]``.
 
-    ``ops``: where its operators are: references, or ``torch.ops.pi2``.
+    ``ops``: the references, or ``torch.ops.pi2``.
     """
     mask: torch.Tensor
     if kind == "signbit":
@@ -188,16 +189,15 @@ def stored_ffn(
 ) -> torch.Tensor:
     """The feed-forward layer whose neurons are those of ``layer`` in a store: ``x [..., H]`` -> ``[..., H]``.
 
-    Which of them are in memory changes nothing, so this is ``predicted_ffn`` (for ``kind`` ``none``: ``sparse_ffn``
-    with every neuron) over what the reader gives.
+    The result does not depend on what is cached: it is ``predicted_ffn`` (for ``kind`` ``none``: ``sparse_ffn``) over
+    the reader's neurons.
 
     Args:
-        reader: in the place of the operator's number of an open store, a ``torch_pi2.store.storefile.StoreReader``.
-        first: neurons that are computed elsewhere, before all others in plan order; a multiple of 64, or some bits are
-            others.
-        parts: number of the layer's chunks: their sums, float32 ``[parts, T, H]``, without the bias of the down
-            matrix, of fewer tokens than ``constants().gemm_tokens``; 0: the result. A layer of a shard
-            (:mod:`torch_pi2.types.shard`) has chunks of the size of the whole layer's.
+        reader: a ``torch_pi2.store.storefile.StoreReader``; the operator takes the number of an open store.
+        first: number of first neurons in plan order that are computed elsewhere; not a multiple of 64 changes bits.
+        parts: 0: the result. Else the number of the layer's chunks: their sums are returned, float32 ``[parts, T, H]``,
+            without the down bias, for fewer tokens than ``constants().gemm_tokens``. Chunks of a shard's layer
+            (:mod:`torch_pi2.types.shard`) have the size of the whole layer's.
         The others: see :func:`torch_pi2.ops.predicted_ffn`.
     """
     neuron_rows = reader.as_computed(reader.read_layer(layer))[first:]
@@ -225,11 +225,11 @@ def stored_ffn(
 
 @operator(lambda call: call.like.new_empty(call.like.shape))
 def add_parts(parts: torch.Tensor, order: list[int], bias: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """The sum of ``parts[i]`` for i in ``order``, added one by one from zero on, and of ``bias``: as a layer adds the
-    partial sums of its chunks, so that the bits are those of a layer that has them all.
+    """The sum of ``parts[i]`` for i in ``order``, one by one from zero, and of ``bias``: the bits are those of a layer
+    that sums its own chunks.
 
     Args:
-        parts: float32 ``[P, T, H]``. order: indices into the first dimension, any number of them.
+        parts: float32 ``[P, T, H]``. order: indices into the first dimension, of any length.
         bias: ``[H]`` float32, bfloat16 or float16, or None. like: ``[..., H]`` of T tokens: gives shape and dtype.
     """
     y = torch.zeros_like(parts[0])

@@ -1,27 +1,26 @@
-"""Loads the C++ operators (``libpi2_torch.so``) and gives them fake kernels and a refusal of gradients.
+"""Loads the C++ operators (``libpi2_torch.so``), and registers fake kernels and Autograd kernels that refuse gradients.
 
 Operators, all under ``torch.ops.pi2``:
 
-* those of ``operators.REFERENCES``: each has a readable reference of its name in a module of this folder, which says
-  what it computes.
-* ``gathered_experts``: ``experts_ffn`` on a GPU, see :mod:`torch_pi2.ops.gpu`, where the others are as well.
+* those of ``operators.REFERENCES``: each has a readable reference of its name in this folder.
+* ``gathered_experts``: ``experts_ffn`` on a GPU, see :mod:`torch_pi2.ops.gpu`.
 * ``store_open``, ``store_close``, ``store_layers``, ``store_preload``, ``store_describe``, ``store_stats``,
   ``store_lookahead``, ``store_early_routing``, ``store_resize``, ``store_arrange``, ``store_leave_out``: neuron stores
   by number, see :mod:`torch_pi2.layers.offloaded`.
-* ``store_record``, ``store_recorded``: what their calls want, see :mod:`torch_pi2.observe.accesses`; ``replay``,
-  ``replay_check``: what caches would have had of it, see :mod:`torch_pi2.observe.replay`.
-* ``device_times``: when a described storage device would have finished reads, see :mod:`torch_pi2.machine.device`.
+* ``store_record``, ``store_recorded``: recorded accesses, see :mod:`torch_pi2.observe.accesses`; ``replay``,
+  ``replay_check``: simulated caches over them, see :mod:`torch_pi2.observe.replay`.
+* ``device_times``: simulated read times of a storage device, see :mod:`torch_pi2.machine.device`.
 * ``crc32c(rows) -> int64 [n]``: of each row of uint8 ``[n, bytes]``.
 * ``plain_read(neuron_rows, index?) -> int``: reads memory and does nothing with it (benchmark roofline).
 * ``advise_huge_pages(tensor) -> bool``: asks for huge pages for memory that is not yet written.
-* ``give_back(tensor) -> int``: the whole pages inside a contiguous tensor go back to the system, and are zeros when
-  they are next touched; bytes, 0 if the memory is shared or of a file. For what is not needed any more.
+* ``give_back(tensor) -> int``: returns the whole pages inside a contiguous tensor to the system (they read as zeros
+  afterwards) and their bytes; 0 if the memory is shared or of a file.
 * ``timings(reset) -> int64 [n, 5]``: kind (0 linear, 1 predictor, 2 ffn), rows, columns, calls, nanoseconds of wall
   clock, since the last reset; at most 256 sizes, further ones together as kind 3.
 * ``trace_start(capacity) -> bool``, ``trace_stop() -> int64 [n, 7]``, ``trace_threads() -> int64 [n, 4]``: see
   :mod:`torch_pi2.observe.trace`, which uses them.
-* ``firing_start``, ``firing_start_stored``, ``firing_read``, ``firing_tokens``, ``firing_stop``: what fires, by the
-  number of a watch; see :mod:`torch_pi2.observe.watch`.
+* ``firing_start``, ``firing_start_stored``, ``firing_read``, ``firing_tokens``, ``firing_stop``: counts of firing
+  neurons, see :mod:`torch_pi2.observe.watch`.
 * ``constants() -> str``, ``lists() -> str``, ``chunk_neurons(neurons) -> int``: see :mod:`torch_pi2.ops.constants`.
 * ``counters(reset) -> int64 [7]``, ``kernel_tables() -> str``, ``select_kernels(isa) -> bool``.
 """
@@ -52,7 +51,7 @@ _fragment: torch.library.Library | None = None
 _gathered_experts: Any = None
 
 
-#: Operator -> what it is on a GPU.
+#: Operator -> its CUDA kernel.
 _ON_A_GPU: dict[str, Callable[..., torch.Tensor]] = {
     "sparse_ffn": gpu.sparse_ffn,
     "predicted_ffn": gpu.predicted_ffn,
@@ -62,7 +61,7 @@ _ON_A_GPU: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def check_platform(platform: str) -> None:
-    """Raises LibraryMissingError where there is no C++ library, and cannot be one; ``platform``: as of ``sys``."""
+    """Raises LibraryMissingError on a ``platform`` (as in ``sys``) that is not supported."""
     if platform != "linux":
         found = {"win32": "Windows", "darwin": "macOS"}.get(platform, platform)
         raise LibraryMissingError(
@@ -74,11 +73,10 @@ def check_platform(platform: str) -> None:
 
 
 def library_path(name: str | None = None) -> Path:
-    """A C++ library of this installation (wheel, or editable install beside site-packages); torch's without a name.
+    """A C++ library of this installation (wheel, or editable install beside site-packages); default: torch's.
 
     Raises:
-        LibraryMissingError: it was not built; the message names the places looked at and the command. Or the platform
-            is not supported.
+        LibraryMissingError: it was not built, or the platform is not supported.
     """
     name = name or _LIBRARY
     check_platform(sys.platform)
@@ -96,7 +94,7 @@ def library_path(name: str | None = None) -> Path:
 
 
 def load() -> None:
-    """Make ``torch.ops.pi2`` usable. Called by everything that needs it; a second call does nothing."""
+    """Make ``torch.ops.pi2`` usable; later calls do nothing."""
     global _fragment, _gathered_experts
     if _fragment is not None:
         return
@@ -116,7 +114,7 @@ def load() -> None:
         _check_instruction_set()
         try:
             _fragment, _gathered_experts = _register_python_parts(), gpu.register_gathered_experts()
-        except AttributeError as error:  # an operator that was added since
+        except AttributeError as error:  # an older library without a newer operator
             raise LibraryMissingError(
                 f"loading {path}",
                 expected="a library of this version of the code",
@@ -127,9 +125,8 @@ def load() -> None:
 
 @contextmanager
 def unseen_by_modes() -> Iterator[None]:
-    """Operators called inside pass every torch mode by: for finalizers, which run wherever garbage is collected.
-
-    A tracer that happens to be at work would write their calls into its graph.
+    """Context in which operators bypass every torch mode, for finalizers: a tracer that happens to be active would
+    otherwise record their calls in its graph.
     """
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
@@ -159,7 +156,7 @@ def _register_python_parts() -> torch.library.Library:
 
 
 def _refusing_gradients(name: str) -> Any:
-    """An Autograd kernel that raises if a gradient would be needed and otherwise only passes on."""
+    """An Autograd kernel that raises if a gradient is needed, and otherwise redispatches."""
     packet_name, _, overload = name.partition(".")
     op = getattr(getattr(torch.ops.pi2, packet_name), overload or "default")
     after_autograd = torch._C._after_autograd_keyset

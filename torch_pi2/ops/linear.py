@@ -1,9 +1,8 @@
-"""``linear`` and ``linear_blocks``: a linear layer over quantised rows, one after another or in blocks of 16.
+"""``linear`` and ``linear_blocks``: a linear layer over quantised rows, in plain order or in blocks of 16.
 
-Blocks are as vector kernels like to read them, only in memory, never in a file. A block has the bytes of its rows in
-another order (``csrc/include/pi2/kernels.h``, dot_blocks): for every two groups of 32 columns, four bytes of each row
-at a time, then the groups' scales of all rows; for ggml's superblocks four bytes of each row's at a time, then what is
-left of each.
+Blocks exist only in memory, for vector kernels, never in files. A block has the bytes of its rows in another order
+(``csrc/include/pi2/kernels.h``, dot_blocks): for every two groups of 32 columns, four bytes of each row at a time, then
+the groups' scales of all rows; for ggml's superblocks four bytes of each row's at a time, then the rest of each.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from torch_pi2.formats import FORMATS, GROUP
 from torch_pi2.ops.operators import operator
 from torch_pi2.ops.rows import rounded_activations, values
 
-#: Rows in a block, and columns that are together in it.
+#: Rows of a block, and columns per run in it.
 ROWS, COLUMNS = 16, 2 * GROUP
-#: Ends the name of a format where rows may be in blocks or not.
+#: Suffix of a format's name for rows in blocks.
 IN_BLOCKS = "_blocks"
 
 
@@ -29,7 +28,7 @@ def linear(
     Args:
         x: ``[..., K]`` float32, bfloat16 or float16.
         rows: uint8 ``[N, row_bytes(K)]``; bias: ``[N]`` float32 or None.
-        weights: ``int4``, ``int8`` or one of ``GGML``, of whose blocks K is a whole number.
+        weights: ``int4``, ``int8`` or one of ``GGML``; K is a multiple of its block.
         int8_activations: ``x`` is rounded to int8 per group of 32 first (lossy).
     """
     seen = rounded_activations(x) if int8_activations else x.float()
@@ -38,7 +37,7 @@ def linear(
 
 
 def fits(rows: int, columns: int) -> bool:
-    """Whether a matrix of this size can be stored in blocks, if its format can."""
+    """Whether a matrix of this size can be in blocks, if its format can."""
     return rows % ROWS == 0 and columns % COLUMNS == 0
 
 
@@ -75,7 +74,7 @@ def from_blocks(blocks: torch.Tensor, weights: str, columns: int) -> torch.Tenso
 
 
 def _words(weights: str) -> list[int]:
-    """Bytes of a superblock of ggml's in whole words, and those left."""
+    """Bytes of a ggml superblock in whole words, and the rest."""
     size = FORMATS[weights].block_bytes
     return [size // 4 * 4, size % 4]
 
@@ -88,7 +87,7 @@ def _sizes(weights: str, columns: int) -> list[int]:
 
 @operator(lambda call: call.x.new_empty((*call.x.shape[:-1], call.blocks.shape[0])))
 def linear_blocks(x: torch.Tensor, blocks: torch.Tensor, bias: torch.Tensor | None, weights: str) -> torch.Tensor:
-    """:func:`linear` with int8 activations. A token's bits do not depend on how many there are.
+    """:func:`linear` with int8 activations. A token's bits do not depend on the other tokens.
 
     Args:
         x: ``[..., K]`` float32, bfloat16 or float16; K a multiple of 64.

@@ -1,8 +1,7 @@
-"""The operators' one list: a reference, whose signature is the operator's, and what its result looks like.
+"""The list of operators: a reference, which has the operator's signature, and a fake kernel of each.
 
-A file of this folder has the references of one family. :func:`operator` lists each; :mod:`torch_pi2.ops.library`
-registers fake kernels for them, and a test compares the signatures with the schemas of the C++ library, which also
-checks arguments.
+A file of this folder has the references of one family, listed by :func:`operator`. :mod:`torch_pi2.ops.library`
+registers the fake kernels; a test compares signatures with the schemas of the C++ library, which checks arguments.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ FAKES: dict[str, Callable[..., torch.Tensor]] = {}
 
 
 def operator(result: Callable[[SimpleNamespace], torch.Tensor], out: bool = False) -> Callable[[Reference], Reference]:
-    """Lists the operator whose reference follows.
+    """Decorator that lists an operator's reference.
 
     Args:
-        result: an empty result of a call, whose arguments it gets by name.
+        result: makes an empty result from the arguments of a call by name.
         out: there is also a variant that writes into ``out``, as ExecuTorch needs it.
     """
 
@@ -47,18 +46,17 @@ def operator(result: Callable[[SimpleNamespace], torch.Tensor], out: bool = Fals
 
 
 def like_x(call: SimpleNamespace) -> torch.Tensor:
-    """An empty result of the shape and dtype of ``x``."""
     y: torch.Tensor = call.x.new_empty(call.x.shape)
     return y
 
 
 def arguments_of(reference: Callable[..., Any], args: tuple[Any, ...]) -> SimpleNamespace:
-    """The arguments of an operator's call by name. PyTorch omits trailing defaults; they are filled in."""
+    """The arguments of an operator's call by name, with the trailing defaults that PyTorch omits."""
     defaults = _defaults(reference)
     return SimpleNamespace(**defaults | dict(zip(defaults, args)))
 
 
 @cache
 def _defaults(reference: Callable[..., Any]) -> dict[str, Any]:
-    """Every parameter, in order, with its default: read once, as a GPU's operators ask for it in each call."""
+    """Every parameter with its default, in order; cached, as GPU operators need it in each call."""
     return {name: parameter.default for name, parameter in inspect.signature(reference).parameters.items()}

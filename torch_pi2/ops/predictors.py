@@ -10,12 +10,11 @@ from torch_pi2.ops.linear import IN_BLOCKS, from_blocks
 from torch_pi2.ops.operators import operator
 from torch_pi2.ops.rows import rounded_activations, values
 
-#: What no predictor is called.
+#: Kind of a layer without a predictor.
 NO_PREDICTOR = "none"
 
 
 def _mask(x: torch.Tensor, cold: int) -> torch.Tensor:
-    """An empty result of a predictor for ``cold`` neurons."""
     return x.new_empty((*x.shape[:-1], cold), dtype=torch.bool)
 
 
@@ -68,9 +67,9 @@ def predict_lowrank_q(
         x: ``[..., H]``; a: uint8 ``[r, row_bytes(H)]``; b: uint8 ``[C, row_bytes(r)]``; b_bias: float32
             ``[C]`` or None.
         weights: format of ``a`` and ``b``, ``int4`` or ``int8``; ``int4_blocks``, ``int8_blocks``: both in blocks of
-            16 rows (:mod:`torch_pi2.ops.linear`; int8 activations only), where b may have rows before those
-            that there are biases for.
-        int8_activations: ``x`` and ``relu(a x)`` are seen rounded to int8 per group of 32.
+            16 rows (:mod:`torch_pi2.ops.linear`; int8 activations only), where b may have rows before those with a
+            bias.
+        int8_activations: ``x`` and ``relu(a x)`` are rounded to int8 per group of 32.
         threshold: on the logit.
     """
 
@@ -89,11 +88,11 @@ def predict_lowrank_q(
 
 @operator(lambda call: _mask(call.x, call.signs.shape[0]))
 def predict_signbit(x: torch.Tensor, signs: torch.Tensor, columns: int, margin: float) -> torch.Tensor:
-    """Sign-bit predictor (SparseInfer, arXiv 2411.12692): the sign of a sum from the signs of its products.
+    """Sign-bit predictor (SparseInfer, arXiv 2411.12692): the sign of a dot product from the signs of its terms.
 
-    Of the H products of a gate row with ``x``, those whose signs differ are taken to be negative, the others to be
-    positive; a neuron is predicted active iff ``agreeing >= margin * differing``. The paper's rule (skip where
-    ``alpha * agreeing < differing``) with ``margin = 1 / alpha``. A NaN in a token makes all its neurons active.
+    Of the H terms of a gate row times ``x``, those with differing signs count as negative, others as positive; a neuron
+    is predicted active iff ``agreeing >= margin * differing``. The paper skips a neuron if
+    ``alpha * agreeing < differing``, so ``margin = 1 / alpha``. A NaN in a token makes all its neurons active.
 
     Args:
         x: ``[..., H]``; signs: uint8 ``[C, ceil(H / 64) * 8]``, bit k % 8 of byte k // 8 is 1 where weight k < 0.

@@ -1,7 +1,7 @@
-"""``quantize`` and ``dequantize``: floats and quantised rows; :mod:`torch_pi2.ops.rows` says what the bytes mean.
+"""``quantize`` and ``dequantize``: floats and quantised rows (:mod:`torch_pi2.ops.rows` has their layout).
 
-``quantize`` is mirrored by the C++ core bit for bit: every step is one rounding in float32 (sums: in float64, in
-order of the columns).
+The C++ core mirrors ``quantize`` bit for bit: every step is one rounding in float32 (sums: in float64, in order of the
+columns).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch_pi2.formats import FORMATS, GROUP, row_bytes
 from torch_pi2.ops.operators import operator
 from torch_pi2.ops.rows import values
 
-#: int4: where the value of largest magnitude may come to lie. -8 is llama.cpp's Q4_0; the others give a finer step
-#: and clip, or use the other end. On normal numbers the best of these has a 4 % smaller error than -8 alone.
+#: int4: quantised values tried for the value of largest magnitude. -8 is llama.cpp's Q4_0; the others give a finer
+#: step and clip, or use the other end. On normal numbers the best has a 4 % smaller error than -8 alone.
 INT4_ENDS = (-8.0, -8.5, -9.0, -9.5, -7.5, 7.0, 7.5, 8.0)
 
 
@@ -55,7 +55,7 @@ def quantize(w: torch.Tensor, weights: str, importance: torch.Tensor | None = No
         scale_NG1 = _half(extreme_NG1 / end)
         off_NGk = w_NGk - scale_NG1 * integers(w_NGk, scale_NG1, weights)
         error_NG1 = torch.zeros_like(least_NG1)
-        for k in range(GROUP):  # not .sum(): its order of summation is nobody's promise
+        for k in range(GROUP):  # not .sum(), whose order of summation is unspecified
             error_NG1 += (importance_Gk[:, k] * (off_NGk[..., k] * off_NGk[..., k]).double())[..., None]
         better = error_NG1 < least_NG1
         best_NG1 = torch.where(better, scale_NG1, best_NG1)
@@ -70,12 +70,12 @@ def integers(w_NGk: torch.Tensor, scale_NG1: torch.Tensor, weights: str) -> torc
 
 
 def pack(w_NGk: torch.Tensor, scale_NG1: torch.Tensor, weights: str) -> torch.Tensor:
-    """Quantised rows ``[N, row_bytes]`` of groups ``[N, G, 32]`` with the given scales, which float16 can hold."""
+    """Quantised rows ``[N, row_bytes]`` of groups ``[N, G, 32]`` with given scales, representable in float16."""
     return pack_integers(integers(w_NGk, scale_NG1, weights).to(torch.int8), scale_NG1, weights)
 
 
 def pack_integers(stored: torch.Tensor, scale_NG1: torch.Tensor, weights: str) -> torch.Tensor:
-    """As :func:`pack`, of the stored integers themselves, int8 ``[N, G, 32]``."""
+    """As :func:`pack`, from the stored integers, int8 ``[N, G, 32]``."""
     if weights == "int4":
         low, high = (stored + 8).view(torch.uint8).chunk(2, -1)
         stored_bytes = low | high << 4
@@ -91,5 +91,5 @@ def _half(scale: torch.Tensor) -> torch.Tensor:
 
 @operator(lambda call: call.rows.new_empty((call.rows.shape[0], call.columns), dtype=call.dtype), out=True)
 def dequantize(rows: torch.Tensor, weights: str, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """The numbers of quantised rows: uint8 ``[N, row_bytes(columns)]`` -> ``[N, columns]`` in ``dtype``."""
+    """Values of quantised rows: uint8 ``[N, row_bytes(columns)]`` -> ``[N, columns]`` in ``dtype``."""
     return values(rows, weights, columns).to(dtype).contiguous()

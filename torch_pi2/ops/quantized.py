@@ -1,4 +1,4 @@
-"""Quantising weights with the checks that an operator cannot make: it knows no names."""
+"""Quantising weights with checks whose errors name the weight."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _LARGEST_SCALE = 65504.0  # of float16
 
 
 def check_kind(weights: str) -> None:
-    """Raise ConfigError unless ``weights`` is a format that weights are quantised to."""
+    """Raises ConfigError unless weights can be quantised to the format ``weights``."""
     others = "Blocks of GGUF files are for linear layers, as a file brings them; nothing is quantised to them."
     fix = others if weights in GGML else "See torch_pi2.Config(weights=...)."
     check_choice("weights", weights, QUANTIZED, fix)
 
 
 def check_rows_kind(weights: str) -> None:
-    """Raise ConfigError unless the rows of linear layers can be stored in ``weights``."""
+    """Raises ConfigError unless rows of linear layers can have the format ``weights``."""
     check_choice("weights", weights, (*QUANTIZED, *GGML), "See torch_pi2.formats.")
 
 
 def check_quantizable(what: str, w: torch.Tensor, weights: str) -> None:
-    """Raise on a weight that cannot be quantised; ``what`` is its name for the message.
+    """Check that a weight can be quantised; ``what``: its name.
 
     Raises:
         DtypeError: not float32, bfloat16 or float16. ShapeError: not a matrix with columns.
@@ -52,7 +52,7 @@ def check_quantizable(what: str, w: torch.Tensor, weights: str) -> None:
 
 
 def check_importance(what: str, importance: torch.Tensor, columns: int) -> None:
-    """Raise on an ``importance`` of the weight ``what`` that is not ``[columns]`` numbers of at least 0.
+    """Check that the ``importance`` of the weight ``what`` is ``[columns]`` finite numbers of at least 0.
 
     Raises:
         ShapeError: of another length. NonFiniteError: negative, NaN or infinite numbers.
@@ -74,11 +74,9 @@ def check_importance(what: str, importance: torch.Tensor, columns: int) -> None:
 
 
 def quantize(what: str, w: torch.Tensor, weights: str, importance: torch.Tensor | None = None) -> torch.Tensor:
-    """:func:`torch_pi2.ops.quantize.quantize` in C++, of a weight that was checked. ``what``: its name.
+    """:func:`torch_pi2.ops.quantize.quantize` in C++, with checks; ``what``: the weight's name.
 
-    Raises:
-        NonFiniteError, DtypeError, ShapeError, ConfigError, DeviceError: see :func:`check_quantizable` and
-            :func:`check_importance`.
+    Raises: as :func:`check_quantizable` and :func:`check_importance`.
     """
     load()
     check_quantizable(what, w, weights)
@@ -90,13 +88,13 @@ def quantize(what: str, w: torch.Tensor, weights: str, importance: torch.Tensor 
 
 
 class RelativeError:
-    """``|found - wanted| / |wanted|`` (Frobenius norms) of a matrix that comes in parts."""
+    """``|found - wanted| / |wanted|`` (Frobenius norms) of a matrix given in parts."""
 
     def __init__(self) -> None:
         self._wrong, self._all = 0.0, 0.0
 
     def add(self, wanted: torch.Tensor, found: torch.Tensor) -> None:
-        """A part; ``found`` (float32) is changed."""
+        """Add a part; ``found`` (float32) is overwritten."""
         wanted = wanted.float()
         self._all += float(wanted.square().sum(dtype=torch.float64))
         self._wrong += float(found.sub_(wanted).square_().sum(dtype=torch.float64))

@@ -1,12 +1,12 @@
-"""Quantised rows in plain torch: what the bytes mean (``csrc/include/pi2/types.h``). For references and checks.
+"""Layout of quantised rows in plain torch (``csrc/include/pi2/types.h``), for references and checks.
 
-A row of n numbers is stored in groups of 32 (the last one padded with zeros): the values of all groups, then a
-float16 scale per group; a number is its stored integer times its group's scale.
+A row of n values is stored in groups of 32 (the last padded with zeros): the integers of all groups, then a float16
+scale per group; a value is its integer times its group's scale.
 
-* ``int4``: 16 bytes a group; byte k holds number k in its low and number k + 16 in its high half, each plus 8.
+* ``int4``: 16 bytes a group; byte k holds value k in its low and value k + 16 in its high half, each plus 8.
 * ``int8``: 32 bytes a group, signed.
 
-Rows in ggml's blocks are laid out as ``csrc/kernels/scalar/ggml.h`` says in words.
+For rows in ggml's blocks see ``csrc/kernels/scalar/ggml.h``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch_pi2.formats import FORMATS, GGML, GROUP, formats_of, has_two_formats,
 
 
 def values(rows: torch.Tensor, weights: str, columns: int) -> torch.Tensor:
-    """The numbers of quantised rows, uint8 ``[..., row_bytes]`` -> float32 ``[..., columns]``; exact."""
+    """Values of quantised rows, uint8 ``[..., row_bytes]`` -> float32 ``[..., columns]``; exact."""
     if weights in GGML:
         return _ggml_values(rows, weights)
     groups = -(-columns // GROUP)
@@ -33,7 +33,7 @@ def values(rows: torch.Tensor, weights: str, columns: int) -> torch.Tensor:
 
 
 def row_of_neurons(neuron_rows: torch.Tensor, row: int, weights: str, hidden: int) -> tuple[torch.Tensor, str]:
-    """Row ``row`` of every neuron, a view ``[I, bytes]`` (of floats ``[I, H]``), and its format.
+    """Row ``row`` of every neuron, a view ``[I, bytes]`` (floats: ``[I, H]``), and its format.
 
     Args:
         neuron_rows, weights: as :func:`torch_pi2.ops.ffn.sparse_ffn` takes them. row: 0 to R - 1.
@@ -48,7 +48,7 @@ def row_of_neurons(neuron_rows: torch.Tensor, row: int, weights: str, hidden: in
 
 
 def rounded_activations(x: torch.Tensor) -> torch.Tensor:
-    """``x [..., n]`` as int8 activations see it: rounded to 255 steps per group of 32; float32.
+    """``x [..., n]`` rounded as int8 activations: 255 steps per group of 32; float32.
 
     A group's scale is its largest magnitude / 127. A group with a NaN or an infinity is all NaN.
     """
@@ -63,7 +63,7 @@ def rounded_activations(x: torch.Tensor) -> torch.Tensor:
 
 
 def _ggml_values(rows: torch.Tensor, weights: str) -> torch.Tensor:
-    """The numbers of rows, uint8 ``[..., row_bytes]`` -> float32 ``[..., columns]``: ggml's own, bit for bit."""
+    """Values of ggml rows, uint8 ``[..., row_bytes]`` -> float32 ``[..., columns]``; ggml's own, bit for bit."""
     blocks = rows.contiguous().unflatten(-1, (-1, FORMATS[weights].block_bytes))
     read = {"q4_k": _k, "q5_k": _k, "q6_k": _q6_k}.get(weights, _small)
     return read(blocks, FORMATS[weights].bits).flatten(-3)
@@ -74,12 +74,12 @@ def _floats(two_bytes: torch.Tensor) -> torch.Tensor:
 
 
 def _halves(nibbles: torch.Tensor) -> torch.Tensor:
-    """The low halves of ``[..., n]`` bytes, then the high ones: ``[..., 2, n]``."""
+    """Low halves of ``[..., n]`` bytes, then the high ones: ``[..., 2, n]``."""
     return torch.stack((nibbles & 15, nibbles >> 4), -2)
 
 
 def _bits(stored: torch.Tensor, each: int) -> torch.Tensor:
-    """So many bits of ``[..., n]`` bytes at a time, the lowest first: ``[..., 8 / each, n]``."""
+    """``each`` bits of ``[..., n]`` bytes at a time, lowest first: ``[..., 8 / each, n]``."""
     shift = torch.arange(0, 8, each, dtype=torch.uint8, device=stored.device)
     return stored[..., None, :] >> shift[:, None] & (1 << each) - 1
 

@@ -1,15 +1,16 @@
-"""Triton kernels of a feed-forward layer of which some neurons are computed. Imports triton: import this when needed.
+"""Triton kernels of a feed-forward layer with some of its neurons computed. This imports triton: import it when needed.
 
-1. Neurons that are to be computed are listed: for each token and each tile of ``TILE`` neurons the ids of its active
-   ones, in order, and how many there are. A list has room for all of its tile, so nothing overflows, every shape is
-   static, and which program writes where depends on nothing but the token (TwELL's packing by tile, arXiv 2603.23198).
-2. ``PARTS`` programs a token each take an equal run of the token's listed neurons: gate and up rows times ``x``, the
-   activation, times the down row: a float32 sum ``[H]`` of their own, written to memory.
-3. Those sums are added in order. No atomics: a token's result has the same bits each time and in any company.
+1. Neurons to compute are listed: per token and tile of ``TILE`` neurons, the ids of the active ones in order, and their
+   number. A list has room for its whole tile, so nothing overflows, every shape is static, and where a program writes
+   depends on the token alone (TwELL's packing by tile, arXiv 2603.23198).
+2. ``PARTS`` programs per token each take an equal run of its listed neurons: gate and up rows times ``x``, the
+   activation, times the down row. Each writes a float32 sum ``[H]``.
+3. The sums are added in order, without atomics: a token's result always has the same bits, whatever other tokens there
+   are.
 
-Of a mixture of experts (``EXPERTS`` above 0) each pair of a token and one of its ``SLOTS`` goes through these as a
-token does above: it has lists, and programs, of its own. Neurons and predictors are stacked by expert, and so are cuts
-and thresholds (float64 in memory). Which expert a pair is of is read from ``experts`` where it is computed.
+In a mixture of experts (``EXPERTS`` above 0) each pair of a token and one of its ``SLOTS`` is treated like a token
+above, with its own lists and programs. Neurons and predictors are stacked by expert, and so are cuts and thresholds
+(float64 in memory). A pair's expert is read from ``experts`` on the GPU.
 
 A neuron's rows lie together (``neuron_rows [I, R, H]``), so that a neuron is one contiguous read; indices are compacted
 rather than masked, as a warp waits for its slowest thread.
@@ -20,17 +21,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-#: Neurons that are listed together. Part of what decides a result's bits, as are the next two.
+#: Neurons listed together. Like the next two, it affects a result's bits.
 TILE = 64
-#: Programs of a token, at most, over its listed neurons.
+#: Most programs per token over its listed neurons.
 PARTS = 256
-#: Neurons that a program takes at once.
+#: Neurons that a program processes at once.
 NEURONS = 8
 
 
 @triton.jit
 def _act(v, ACTIVATION: tl.constexpr):
-    """As ``torch_pi2.ops.activations`` has it; NaN stays NaN."""
+    """As in ``torch_pi2.ops.activations``; NaN stays NaN."""
     if ACTIVATION == "relu":
         v = tl.where(v < 0, 0.0, v)
     elif ACTIVATION == "relu2":
@@ -91,7 +92,7 @@ def _dots(rows, scales, start_N, live_N, x, H: tl.constexpr, FORMAT: tl.constexp
 
 @triton.jit
 def _of_pair(pair, experts, rows, SLOTS: tl.constexpr, EXPERTS: tl.constexpr):
-    """A pair's token, its expert, and how many of an expert's ``rows`` it has: none without an expert."""
+    """A pair's token, its expert, and its number of ``rows``: 0 without an expert."""
     if EXPERTS == 0:
         return pair, 0, rows
     else:
@@ -102,7 +103,7 @@ def _of_pair(pair, experts, rows, SLOTS: tl.constexpr, EXPERTS: tl.constexpr):
 
 @triton.jit
 def _own(number, expert, EXPERTS: tl.constexpr):
-    """A number for all; or an expert's."""
+    """A number shared by all, or the expert's."""
     if EXPERTS == 0:
         return number
     else:
@@ -111,7 +112,7 @@ def _own(number, expert, EXPERTS: tl.constexpr):
 
 @triton.jit
 def _listed(list_N, counts, i_N, active_N, tile):
-    """Write the ids of a tile's active neurons, one after another, and their number; where each went."""
+    """Write the ids of a tile's active neurons and their number; returns the place of each."""
     place_N = tl.cumsum(active_N.to(tl.int32), 0) - 1
     tl.store(list_N + place_N, i_N, mask=active_N)
     tl.store(counts + tile, tl.sum(active_N.to(tl.int32), 0))
@@ -142,7 +143,9 @@ def list_fired(
     SLOTS: tl.constexpr = 1,
     EXPERTS: tl.constexpr = 0,
 ):
-    """The exact gate: row 0 of every neuron; those that fire, with their activations in ``gates``, as in ``lists``."""
+    """The exact gate: computes row 0 of every neuron, and lists those that fire, with their activations in
+    ``gates``.
+    """
     tile, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
     token, expert, neurons = _of_pair(pair, experts, INTERMEDIATE, SLOTS, EXPERTS)
     i_N = tile * TILE + tl.arange(0, TILE)
@@ -152,7 +155,7 @@ def list_fired(
     if bias is not None:
         gate_N += tl.load(bias + i_N, mask=live_N, other=0.0).to(tl.float32)
     gate_N = _act(gate_N, ACTIVATION)
-    # what is not less or equal fires, so that NaN does
+    # negated, so that NaN fires
     fires_N = live_N & ((i_N < N_HOT) | ~(tl.abs(gate_N) <= _own(threshold, expert, EXPERTS)))
     to = (pair * TILES + tile) * TILE
     place_N = _listed(lists + to, counts + pair * TILES, i_N, fires_N, tile)
@@ -178,7 +181,7 @@ def project(
     SLOTS: tl.constexpr = 1,
     EXPERTS: tl.constexpr = 0,
 ):
-    """``y [T, ROWS]``: ``x`` times each of the rows, plus bias; with RELU, what is negative becomes 0."""
+    """``y [T, ROWS]``: ``x`` times each row, plus bias; with RELU, followed by relu."""
     pair = tl.program_id(1).to(tl.int64)
     token, expert, there = _of_pair(pair, experts, ROWS, SLOTS, EXPERTS)
     r_N = tl.program_id(0) * N + tl.arange(0, N)
@@ -217,9 +220,8 @@ def list_predicted(
     SLOTS: tl.constexpr = 1,
     EXPERTS: tl.constexpr = 0,
 ):
-    """Hot neurons and those whose logit ``b z + bias`` is not less than ``cut``; ``b`` has ``cold`` rows, of which the
-    last ``INTERMEDIATE - N_HOT`` are of cold neurons. The list is made where the logits are: no mask goes through
-    memory.
+    """List hot neurons, and those whose logit ``b z + bias`` is not below ``cut``. ``b`` has ``cold`` rows, of which
+    the last ``INTERMEDIATE - N_HOT`` belong to cold neurons. No mask goes through memory.
     """
     tile, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
     _, expert, neurons = _of_pair(pair, experts, INTERMEDIATE, SLOTS, EXPERTS)
@@ -237,7 +239,7 @@ def list_predicted(
 
 @triton.jit
 def _share(total, PARTS: tl.constexpr, N: tl.constexpr):
-    """Neurons of a program, of ``total`` listed ones: whole blocks of N, as equal as they can be."""
+    """Listed neurons per program, of ``total``: whole blocks of N, as equal as possible."""
     return tl.cdiv(tl.cdiv(total, PARTS), N) * N
 
 
@@ -271,10 +273,10 @@ def listed_ffn(
     SLOTS: tl.constexpr = 1,
     EXPERTS: tl.constexpr = 0,
 ):
-    """``parts [T, PARTS, H]``, as far as they are used: sums over runs of listed neurons.
+    """``parts [T, PARTS, H]``, those in use: sums over runs of listed neurons.
 
-    ``gates``: their activations of row 0, if they are known. A listed cold neuron whose gate does not fire adds
-    nothing, and its down row is not read.
+    ``gates``: activations of row 0, if known. A listed cold neuron whose gate does not fire adds nothing, and its down
+    row is not read.
     """
     part, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
     token, expert, _ = _of_pair(pair, experts, INTERMEDIATE, SLOTS, EXPERTS)
@@ -351,7 +353,7 @@ def listed_ffn(
 
 @triton.jit
 def _add(sum_row, column, value, is_first, H: tl.constexpr):
-    """To what this program has of these columns; nobody else writes there."""
+    """Add to this program's sum of these columns; no other program writes there."""
     if not is_first:
         tl.debug_barrier()  # another thread of the program may have written it
         value += tl.load(sum_row + column, mask=column < H, other=0.0)
@@ -372,10 +374,10 @@ def _added(
     N: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):
-    """float32: the used parts of a pair, of these columns.
+    """float32: sum over the used parts of a pair, for these columns.
 
-    ``TOGETHER`` parts are on their way at a time: part p is added to sum p % TOGETHER, in order, and those sums are
-    added at the end, which depends on nothing but how many neurons are listed.
+    ``TOGETHER`` parts are in flight at a time: part p is added to sum p % TOGETHER, in order, and those sums are added
+    at the end. The order depends only on how many neurons are listed.
     """
     tile_C = tl.arange(0, MOST_TILES)
     total = tl.sum(tl.load(counts + pair * TILES + tile_C, mask=tile_C < TILES, other=0), 0)
@@ -406,8 +408,8 @@ def add_parts(
     SLOTS: tl.constexpr = 1,
     EXPERTS: tl.constexpr = 0,
 ):
-    """``y [T, H]``: the used parts, and the bias of the down projection; rounded once. Of experts: a token's slots in
-    order, each times its ``routing``; a slot without an expert adds nothing, whatever its weight is.
+    """``y [T, H]``: the used parts plus the down bias, rounded once. With experts, a token's slots in order, each times
+    its ``routing``; a slot without an expert adds nothing, whatever its weight.
     """
     token = tl.program_id(1).to(tl.int64)
     h_B = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -1,11 +1,10 @@
-"""Operators on a GPU: feed-forward layers and mixtures by Triton kernels that list neurons first, and ``linear``.
+"""Operators on a GPU: feed-forward layers and mixtures by Triton kernels over listed neurons, and ``linear``.
 
-Listed neurons are gathered and computed. To ``torch.compile`` the operators are as opaque as on the CPU: for a
-``triton_op`` Inductor takes the weights for written to (an address that comes from a sum of what was read), and copies
-them in each call.
+The operators are opaque to ``torch.compile``, as on the CPU: with ``triton_op`` Inductor would take the weights for
+written (their addresses come from a sum of loaded values), and copy them in each call.
 
-``linear``: quantised rows times few tokens in Triton, times many as a product of floats. Where one becomes the other is
-arithmetic, for feed-forward layers, too (:func:`products_from`); it was never measured.
+``linear`` multiplies quantised rows with few tokens in Triton, and with many as floats. The switch is computed, not
+measured, as it is for feed-forward layers (:func:`products_from`).
 """
 
 from __future__ import annotations
@@ -27,36 +26,36 @@ from torch_pi2.ops.predictors import NO_PREDICTOR
 from torch_pi2.ops.quantize import dequantize
 from torch_pi2.ops.rows import rounded_activations
 
-#: Predictors that kernels here have.
+#: Kinds of predictors with GPU kernels.
 KINDS = (NO_PREDICTOR, "lowrank", "lowrank_q")
-#: Tokens that are computed together: sums have 256 rows a token.
+#: Tokens computed together: there are 256 rows of sums per token.
 MOST_TOKENS = 64
-#: Numbers of rows that a program takes at once, of :data:`kernels.NEURONS` neurons: some 8 to 16 KB on their way.
+#: Values per row that a program loads at once, for :data:`kernels.NEURONS` neurons: 8 to 16 KB in flight.
 BLOCKS_OF_PART = {FLOAT: 1024, "int4": 2048, "int8": 1024}
-#: The same of a tile's neurons, and numbers of an output.
+#: The same for a tile's neurons, and values of an output per program.
 BLOCK_OF_TILE, BLOCK_OF_SUM = 128, 64
-#: Sums of other programs that are on their way at a time.
+#: Sums of other programs in flight at a time.
 TOGETHER = 32
-#: Warps of a program of :func:`kernels.listed_ffn`: as few registers a thread as let two of them share a processor.
+#: Warps per program of :func:`kernels.listed_ffn`: few enough registers that two fit on a multiprocessor.
 WARPS = 8
 
-#: What dequantising for a product of matrices may take at a time.
+#: Memory for dequantised weights at a time.
 TEMPORARY_BYTES = 64 << 20
-#: Bytes of a number meanwhile: integers, the same as floats, these times their scales, in another dtype.
+#: Bytes per value in dequantising: integers, floats, their products with scales, the result's dtype.
 _BYTES_OF_NUMBER = 16
-#: The share of these reads and writes that counts: kernels unpack, too.
+#: Share of dequantising's traffic that counts, since kernels have to unpack as well.
 _WORTH = 0.75
 
 
 class Routed(NamedTuple):
-    """Which experts tokens go to, int64, and how these are weighed, in any float dtype; both contiguous."""
+    """Experts of tokens, int64, and their routing weights in any float dtype; both contiguous."""
 
     index_Tk: torch.Tensor
     routing_Tk: torch.Tensor
 
 
 def power_of_two(least: int) -> int:
-    """The least one that is no less."""
+    """The smallest power of two that is at least ``least``."""
     return 1 << max(0, least - 1).bit_length()
 
 
@@ -65,8 +64,8 @@ def block_of_part(form: str, columns: int) -> int:
 
 
 def kernel_rows(tensor: torch.Tensor, weights: str, columns: int) -> tuple[torch.Tensor, torch.Tensor, int, str]:
-    """Rows as kernels take them: the numbers, the same memory as scales, elements of a row, format."""
-    if weights in ("", FLOAT):  # a layer has no name for the format of a predictor in int8 steps
+    """Kernel arguments for rows: the tensor, the same memory as scales, elements per row, format."""
+    if weights in ("", FLOAT):  # "": an int8 predictor with a scale per row
         return tensor, tensor, columns, FLOAT
     return tensor, tensor.view(torch.float16), FORMATS[weights].row_bytes(columns), weights
 
@@ -76,7 +75,6 @@ def rounded(v: torch.Tensor) -> torch.Tensor:
 
 
 def token_slices(tokens: int) -> Iterator[slice]:
-    """Tokens that are computed together."""
     for first in range(0, tokens, MOST_TOKENS):
         yield slice(first, min(first + MOST_TOKENS, tokens))
 
@@ -87,12 +85,12 @@ def compute(
     call: SimpleNamespace,
     routed: Routed | None = None,
 ) -> None:
-    """Into ``y_TH`` the results of contiguous tokens ``x_TH`` (one at least), of which all sums have room.
+    """Write the results of contiguous tokens ``x_TH`` (at least one, few enough for their sums to fit) into ``y_TH``.
 
     Args:
         call: arguments of :func:`torch_pi2.ops.ffn.predicted_ffn` by name.
-        routed: the call is of :func:`gathered_experts`: neurons and predictors are stacked, cuts and thresholds are in
-            memory.
+        routed: for a call of :func:`gathered_experts`: neurons and predictors are stacked, cuts and thresholds are
+            tensors.
     """
     from torch_pi2.ops.gpu import kernels
 
@@ -159,7 +157,7 @@ def compute(
 
 
 def _low_rank(predictor: list[torch.Tensor], kind: str) -> tuple[Any, ...]:
-    """a, a_scale, b, b_scale, bias: what there is of them."""
+    """a, a_scale, b, b_scale, bias; None for those the predictor does not have."""
     if kind == "lowrank":
         a, a_scale, b, b_scale, *bias = predictor
         return a, a_scale, b, b_scale, bias[0] if bias else None
@@ -168,7 +166,7 @@ def _low_rank(predictor: list[torch.Tensor], kind: str) -> tuple[Any, ...]:
 
 
 def sparse_ffn(*args: Any) -> torch.Tensor:
-    """``torch.ops.pi2.sparse_ffn`` there, without a mask."""
+    """``torch.ops.pi2.sparse_ffn`` without a mask."""
     call = arguments_of(reference.sparse_ffn, args)
     none: dict[str, Any] = {"predictor": [], "kind": NO_PREDICTOR, "cut": 0.0, "predictor_weights": ""}
     vars(call).update(none, predictor_int8_activations=False)
@@ -178,7 +176,6 @@ def sparse_ffn(*args: Any) -> torch.Tensor:
 
 
 def predicted_ffn(*args: Any) -> torch.Tensor:
-    """``torch.ops.pi2.predicted_ffn`` there."""
     return _layer(arguments_of(reference.predicted_ffn, args))
 
 
@@ -187,11 +184,11 @@ def _not_here(what: str, expected: str, found: str) -> UnsupportedModelError:
 
 
 def _layer(call: SimpleNamespace) -> torch.Tensor:
-    """A token's result has the same bits each time and in any company; sums are taken in float32, in another order than
-    on the CPU.
+    """A token's result always has the same bits, whatever other tokens there are; sums are in float32, in another order
+    than on the CPU.
 
     Raises:
-        UnsupportedModelError: neurons have thresholds of their own, which no kernel here compares with.
+        UnsupportedModelError: neurons have thresholds of their own, which no kernel supports.
     """
     if call.thresholds is not None:
         raise _not_here("thresholds", "one threshold for a layer", "one for each neuron")
@@ -221,14 +218,14 @@ def gathered_experts(
     weights: str,
     int8_activations: bool,
 ) -> torch.Tensor:
-    """:func:`~torch_pi2.ops.experts.experts_ffn`; arguments as there, but ``cuts`` and ``thresholds``, which are
-    float64 tensors ``[E]`` (``cuts`` of kind ``none``: any).
+    """:func:`~torch_pi2.ops.experts.experts_ffn` with its arguments, but ``cuts`` and ``thresholds`` are float64
+    tensors ``[E]`` (``cuts`` is ignored for kind ``none``).
 
-    Each pair of a token and one of its slots is computed as a token is there; its expert is read from ``index`` by the
-    kernels, so that nothing waits for the GPU. On the CPU it is ``experts_ffn`` of the C++ library.
+    Each pair of a token and one of its slots is computed like a token; kernels read its expert from ``index``, so that
+    nothing waits for the GPU. On the CPU it is ``experts_ffn`` of the C++ library.
 
-    An index below 0 adds nothing, as E does. A token's result has the same bits each time and in any company: slots are
-    added in order, in float32; within one sums have another order than on the CPU.
+    An index below 0 adds nothing, like E. A token's result always has the same bits: slots are added in order, in
+    float32; within a slot sums have another order than on the CPU.
     """
     call = SimpleNamespace(**locals(), cut=cuts, threshold=thresholds, n_hot=0)
     call.bias_gate = call.bias_up = call.bias_down = None
@@ -248,7 +245,7 @@ def _experts_on_the_cpu(*args: Any) -> torch.Tensor:
 
 
 def register_gathered_experts() -> Any:
-    """``torch.ops.pi2.gathered_experts``, as long as what is returned is kept."""
+    """Register ``torch.ops.pi2.gathered_experts`` for the lifetime of the result."""
     op: Any = custom_op("pi2::gathered_experts", gathered_experts, mutates_args=())
     op.register_kernel("cpu")(_experts_on_the_cpu)
     op.register_fake(FAKES["experts_ffn"])
@@ -256,13 +253,13 @@ def register_gathered_experts() -> Any:
 
 
 def products_from(stored: str, columns: int, factor_bytes: int, share: float = 1.0) -> int:
-    """Tokens of a call, 2 or more, from which on all rows are multiplied as floats, by cuBLAS.
+    """Number of tokens (at least 2) from which all rows are multiplied as floats, by cuBLAS.
 
-    Kernels read ``share`` of the bytes for each token, mostly again from the cache, which is no slower than memory. A
-    product reads all of them once; rows that it cannot take are read, written as factors and read again.
+    Kernels read ``share`` of the bytes for each token, mostly from the cache, assumed as fast as memory. A product
+    reads all rows once; rows of another format are read, written as floats and read again.
 
     Args:
-        stored: format of the rows. factor_bytes: of a number that is written; 0: rows are taken as they are.
+        stored: format of the rows. factor_bytes: of a written float; 0: rows are used as they are.
     """
     times = 1.0
     if factor_bytes:
@@ -271,15 +268,15 @@ def products_from(stored: str, columns: int, factor_bytes: int, share: float = 1
 
 
 def rows_at_once(columns: int) -> int:
-    """Quantised rows that are dequantised together."""
     return max(1, TEMPORARY_BYTES // (_BYTES_OF_NUMBER * columns))
 
 
 def linear(
     x: torch.Tensor, rows: torch.Tensor, bias: torch.Tensor | None, weights: str, int8_activations: bool = False
 ) -> torch.Tensor:
-    """See :func:`torch_pi2.ops.linear.linear`; of few tokens each has the same bits in any company, except over ggml's
-    blocks, which are dequantised for any number of tokens."""
+    """See :func:`torch_pi2.ops.linear.linear`. With few tokens each has the same bits whatever others there are, except
+    over ggml's blocks, which are always dequantised.
+    """
     from torch_pi2.ops.gpu import kernels
 
     x_TK = rounded(x.reshape(-1, x.shape[-1])) if int8_activations else x.reshape(-1, x.shape[-1]).contiguous()
