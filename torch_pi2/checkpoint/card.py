@@ -17,33 +17,32 @@ from torch_pi2.types.verdict import Verdict
 #: The part between these lines is rewritten each time; everything else is the user's.
 BEGIN = "<!-- torch_pi2: begin (written by torch-pi2, and written anew; what is outside of these lines stays) -->"
 END = "<!-- torch_pi2: end -->"
-#: Of a Hub's name: owner and model.
+#: ``owner/model``.
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _COPIED = ("license", "license_name", "license_link", "language", "base_model")
 
 
 def write_card(folder: Path, verdict: Verdict, source: str | Path, run: str) -> Path:
-    """Write or renew our part of the card in ``folder``, the ``verdict``, as :func:`write_part` does.
-
-    Args:
-        run: the command that uses the folder.
+    """Write or update our part of the card in ``folder`` with the ``verdict``; ``run`` is the command that uses the
+    folder.
     """
     remark = "One run on one machine. Sparse is this folder; dense is the model that it was made of."
     return write_part(folder, section("Verdict", verdict.lines(), remark, run), source)
 
 
 def write_part(folder: Path, part: str, source: str | Path, library: str = "torch_pi2", title: str = "") -> Path:
-    """Write or renew our ``part`` of the card in ``folder``; everything else in it is kept, byte by byte.
+    """Write or update our ``part`` of the card in ``folder``; the rest of the card is kept byte by byte.
 
-    A card that is not there yet also gets metadata for the Hub.
+    A new card also gets metadata for the Hub.
 
     Args:
         part: made by :func:`section`.
-        source: what the folder was made of: a folder, whose card's licence and base model are taken over, or a name on
-            the Hub, which is the base model. library: what opens the folder. title: of a new card; the folder's name.
+        source: the model's origin: a folder, whose card gives licence and base model, or a name on the Hub, which
+            becomes the base model.
+        library: the library that opens the folder. title: title of a new card (default: the folder's name).
 
     Raises:
-        ArtifactError: it cannot be written.
+        ArtifactError: the card cannot be written.
     """
     path, ours = folder / CARD_FILE, f"{BEGIN}\n{part}\n{END}".encode()
     before = path.read_bytes() if path.is_file() else b""
@@ -51,7 +50,7 @@ def write_part(folder: Path, part: str, source: str | Path, library: str = "torc
         text = _with(before, ours)
     elif before:
         text = before.rstrip(b"\n") + b"\n\n" + ours + b"\n"
-    else:  # texts and lists of them as JSON, which YAML has inside
+    else:  # JSON is a subset of YAML
         about = "".join(f"{name}: {json.dumps(value)}\n" for name, value in metadata(source, library).items())
         text = f"---\n{about}---\n\n# {title or folder.resolve().name}\n\n".encode() + ours + b"\n"
     atomic_write(path, text)
@@ -59,20 +58,21 @@ def write_part(folder: Path, part: str, source: str | Path, library: str = "torc
 
 
 def keep_card(folder: Path, staging: Path) -> None:
-    """Copy the card of ``folder``, if it has one, to ``staging``, which is going to replace it; our part is empty."""
+    """Copy the card of ``folder``, if it has one, to ``staging``, which is about to replace it, with our part emptied.
+    """
     if (folder / CARD_FILE).is_file():
         before = (folder / CARD_FILE).read_bytes()
         (staging / CARD_FILE).write_bytes(_with(before, f"{BEGIN}\n{END}".encode()))
 
 
 def _ours(text: bytes) -> tuple[int, int] | None:
-    """Where our part begins and ends."""
+    """Start and end of our part."""
     begin, end = text.find(BEGIN.encode()), text.find(END.encode())
     return (begin, end + len(END)) if 0 <= begin < end else None
 
 
 def _with(text: bytes, ours: bytes) -> bytes:
-    """``text`` with ``ours`` in place of our part, if it has one."""
+    """``text`` with our part, if it has one, replaced by ``ours``."""
     found = _ours(text)
     return text if found is None else text[: found[0]] + ours + text[found[1] :]
 
@@ -82,7 +82,7 @@ def metadata(source: str | Path, library: str = "torch_pi2") -> dict[str, Any]:
     found: dict[str, Any] = {"library_name": library}
     card, about = Path(source) / CARD_FILE, None
     if card.is_file():
-        # without the extra hf there is none; yaml, or whatever somebody's text makes it raise, is no part of the model
+        # huggingface_hub may be missing, and a damaged card, whatever its parser raises, must not stop the model
         with suppress(Exception):
             from huggingface_hub import metadata_load
 

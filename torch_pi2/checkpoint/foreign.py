@@ -1,11 +1,11 @@
-"""Checkpoints that GPTQ, AWQ, compressed-tensors or torchao have quantised, as rows of our formats.
+"""Checkpoints quantised by GPTQ, AWQ, compressed-tensors or torchao, converted to rows of our formats.
 
-Each format stores integers q and, for every group of columns, a scale s and a zero point z; a weight is s (q - z). If
-q - z fits into a format of ours, the integers are kept: ours have a float16 scale per 32 columns, which divide the
-groups. Nothing is rounded if float16 has s exactly. Other matrices are read as floats.
+All of them store integers q and, per group of columns, a scale s and a zero point z; a weight is s (q - z). Where q - z
+fits one of our formats, the integers are kept. Our formats have one float16 scale per 32 columns, so a group must be a
+multiple of 32. Nothing is rounded if float16 represents s exactly. Other matrices are read as floats.
 
-A setting of ``quantization_config`` that changes the numbers and is not computed here is refused by name. What it says
-of inputs (``input_activations``) is ignored: inputs are floats here, and ``load(activations="int8")`` rounds them.
+Settings of ``quantization_config`` that change the numbers and are not implemented are refused by name.
+``input_activations`` is ignored: inputs are floats here, and ``load(activations="int8")`` rounds them.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _DAMAGED = "Get the checkpoint again."
 
 
 class Format(NamedTuple):
-    """How the matrices of a checkpoint are stored.
+    """How a checkpoint stores its matrices.
 
     Attributes:
-        method: ``gptq``, ``awq``, ``compressed-tensors`` or ``torchao``. bits: of an integer. group: columns with one
-            scale; 0: a row has one, or nothing is said. less: what zero points are stored less by. reordered: columns
-            may be in another order, which their tensors have to give. shifted: there must be zero points.
+        method: ``gptq``, ``awq``, ``compressed-tensors`` or ``torchao``. bits: bits per integer.
+        group: columns per scale; 0: one scale per row, or not stated. less: zero points are stored less this number.
+        reordered: columns may be permuted, as their tensors say. shifted: zero points are required.
     """
 
     method: str
@@ -52,7 +52,7 @@ class Format(NamedTuple):
     shifted: bool = False
 
 
-#: Of a field: every value is read, or changes nothing.
+#: Any value of the field is accepted.
 _ANY = object()
 _GROUP_FIELDS = {
     "weights": {
@@ -68,11 +68,11 @@ _GROUP_FIELDS = {
     "output_activations": (),
     **dict.fromkeys(("targets", "input_activations"), _ANY),
 }
-#: How some modules were made, not how they are read.
+#: Settings of single modules that matter only when quantising.
 _OF_MODULES = dict.fromkeys(
     ("group_size", "sym", "desc_act", "damp_percent", "damp_auto_increment", "mse", "static_groups"), _ANY
 )
-#: Method -> field -> the values that it may have besides empty ones, or its own fields; ``*``: of all other fields.
+#: Method -> field -> accepted values besides empty ones, or nested fields; ``*`` stands for all other fields.
 _FIELDS: dict[str, dict[str, Any]] = {
     "gptq": {
         "bits": (2, 4, 8),
@@ -102,7 +102,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
 
 
 def format_of(folder: Path, config: Mapping[str, Any]) -> Format:
-    """The format of the checkpoint with this config.json. Raises UnsupportedModelError: one that is not read."""
+    """The format of the checkpoint with this config.json. Raises UnsupportedModelError if it is not supported."""
     settings = config.get("quantization_config") or {}
     method = settings.get("quant_method") if isinstance(settings, dict) else settings
     if not isinstance(settings, dict) or not isinstance(method, str) or method not in _FIELDS:
@@ -131,7 +131,7 @@ def refuse(folder: Path, expected: str, found: str) -> UnsupportedModelError:
 
 
 def _check(folder: Path, settings: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
-    """Raises UnsupportedModelError: a field that is not in ``fields``, or has another value."""
+    """Raises UnsupportedModelError: a field is not in ``fields``, or has a value that is not accepted."""
     for name, found in settings.items():
         known = fields.get(name, fields.get("*", ()))
         if isinstance(known, dict) and isinstance(found, dict):
@@ -166,21 +166,23 @@ def _compressed_format(folder: Path, settings: Mapping[str, Any]) -> Format:
 
 #: Order of the eight 4-bit numbers in an int32 of AWQ.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-#: Tensors by which a matrix is recognised.
+#: Suffixes of the tensor that marks a quantised matrix.
 _MAIN = ("qweight", "weight_packed", "weight_scale", "_weight_qdata")
-#: What rounds inputs, which are floats here, and frequencies, which are in the configuration.
+#: Unused tensors: scales of inputs, which are floats here, and frequencies, which the configuration gives.
 _OF_INPUTS = (".input_scale", "_weight_act_quant_scale", "_weight_act_quant_zero_point", "rotary_emb.inv_freq")
-#: Relative error of a number that float16 rounds and does not lose.
+#: Largest relative rounding error of a normal float16.
 _HALF = 2.0**-11
-#: Classes of torchao that can be read; a folder that names none has the first.
+#: Supported classes of torchao; a folder that names none has the first.
 _TORCHAO_CLASSES = ("Int8Tensor", "IntxUnpackedToInt8Tensor")
-#: Largest zero point that is taken off the integers, which int16 holds.
+#: Largest zero point that int16 arithmetic allows.
 _MOST_ZERO = 1 << 14
 
 
 @dataclass(frozen=True)
 class _Integers:
-    """A matrix: ``n_NK`` int16 with zero points taken off, ``scale_NG`` in the checkpoint's dtype, per group."""
+    """A matrix: ``n_NK``, int16 integers less their zero points; ``scale_NG``, scales per group in the checkpoint's
+    dtype.
+    """
 
     n_NK: torch.Tensor
     scale_NG: torch.Tensor
@@ -195,7 +197,7 @@ class _Integers:
 
     @cached_property
     def own_format(self) -> str | None:
-        """The smallest format of ours that has these integers."""
+        """The smallest of our formats that holds these integers, or None."""
         scale_NG = self.scale_NG.double()
         halves = bool(((scale_NG.half().double() - scale_NG).abs() <= _HALF * scale_NG.abs()).all())
         if self.group % GROUP or self.n_NK.shape[1] % GROUP or not halves:
@@ -205,11 +207,11 @@ class _Integers:
 
     @cached_property
     def exact(self) -> bool:
-        """Whether float16 has the scales, so that rows in :attr:`own_format` are these numbers."""
+        """Whether float16 represents the scales exactly, so that rows in :attr:`own_format` lose nothing."""
         return torch.equal(self.scale_NG.half().double(), self.scale_NG.double())
 
     def rows(self, start: int, stop: int, kind: str) -> torch.Tensor:
-        """Rows ``[start, stop)`` in the format ``kind``."""
+        """Rows ``[start, stop)`` in format ``kind``."""
         halves = self.scale_NG[start:stop].half().repeat_interleave(self.group // GROUP, 1)
         n_NGk = self.n_NK[start:stop].to(torch.int8).unflatten(1, (-1, GROUP))
         return pack_integers(n_NGk, halves[..., None], kind)
@@ -228,7 +230,7 @@ def _transposed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _by_row(values: torch.Tensor, rows: int) -> torch.Tensor:
-    """``[N, G]`` of what has a number for a row, or one for all."""
+    """``[N, G]`` from values per row, or from one value for all rows."""
     values = values[:, None] if values.dim() == 1 else values
     return values.expand(rows, 1) if values.numel() == 1 else values
 
@@ -237,7 +239,7 @@ class QuantizedCheckpoint(Checkpoint):
     """The checkpoint in ``folder``, which has a ``quantization_config``: a :class:`PackedSource`.
 
     Raises:
-        UnsupportedModelError: another method, or a setting that is not computed here. ArtifactError: damage.
+        UnsupportedModelError: an unsupported method or setting. ArtifactError: damage.
     """
 
     by_neuron = False
@@ -250,7 +252,7 @@ class QuantizedCheckpoint(Checkpoint):
         self._packed = {base for base, _, part in parts if part in _MAIN}
         self._header = self.metadata()
         self._held: tuple[str, _Integers] | None = None
-        #: Matrix -> its shape, and what is said of it: unpacking it again for that would take as long.
+        #: Matrix -> shape and :class:`Packed`, cached because finding them unpacks the matrix.
         self._facts: dict[str, tuple[tuple[int, ...], Packed]] = {}
         self._used: set[str] = set()
 
@@ -258,7 +260,7 @@ class QuantizedCheckpoint(Checkpoint):
         return self._base(name) is not None or super().__contains__(name)
 
     def _base(self, name: str) -> str | None:
-        """Of matrix ``name``, what its parts' names begin with; None: it is floats."""
+        """The prefix of the tensors that make up matrix ``name``; None if it is stored in floats."""
         base = name.removesuffix(".weight")
         return base if base in self._packed and base != name else None
 
@@ -294,7 +296,7 @@ class QuantizedCheckpoint(Checkpoint):
         return sorted(name for name in set(self.names()) - self._used - known if not self._adds_nothing(name))
 
     def _adds_nothing(self, name: str) -> bool:
-        """Whether it is a bias of zeros, which AutoGPTQ has written of linear layers that have none."""
+        """Whether this is a bias of zeros, which AutoGPTQ writes for linear layers without bias."""
         return name.removesuffix(".bias") in self._packed and not bool(self.read(name).any())
 
     def _about(self, base: str) -> tuple[tuple[int, ...], Packed]:
@@ -307,7 +309,7 @@ class QuantizedCheckpoint(Checkpoint):
         return self._facts[base]
 
     def _integers(self, base: str) -> _Integers:
-        """A matrix. The last one is held: it is asked for piece by piece."""
+        """A matrix. The last one is cached, since it is read piece by piece."""
         if self._held is None or self._held[0] != base:
             self._held, group = None, self._format.group
             readers = {"gptq": self._gptq, "awq": self._awq, "torchao": self._torchao}
@@ -319,12 +321,11 @@ class QuantizedCheckpoint(Checkpoint):
         return self._held[1]
 
     def _raw(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
-        """A tensor as the file has it."""
         self._used.add(name)
         return super().read(name, rows)
 
     def _matrix(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """A matrix of integers. Raises ArtifactError: another dtype, such as floats that nobody has packed."""
+        """A matrix of integers. Raises ArtifactError: another dtype, such as floats that were never packed."""
         found = self._raw(name)
         if found.dtype != dtype or found.dim() != 2:
             raise self._wrong(
@@ -362,7 +363,7 @@ class QuantizedCheckpoint(Checkpoint):
         else:
             n_NK = self._matrix(f"{base}.weight", torch.int8).to(torch.int16)
         scale_NG, z_NG = _by_row(self._raw(f"{base}.weight_scale"), len(n_NK)), None
-        if self._format.shifted or f"{base}.weight_zero_point" in self:  # raises where there should be some
+        if self._format.shifted or f"{base}.weight_zero_point" in self:  # raises if a required one is missing
             z = self._raw(f"{base}.weight_zero_point")
             if z.dtype == torch.int32:  # packed along the rows
                 z = _unpacked(z, bits, 0)[: len(n_NK)] - half
@@ -393,11 +394,12 @@ class QuantizedCheckpoint(Checkpoint):
         z_NG: torch.Tensor | None,
         order: str = "",
     ) -> _Integers:
-        """A matrix whose numbers are ``scale (q - z)``. ``order``: the tensor that has the group of each column.
+        """The matrix ``scale (q - z)``; ``order`` names the tensor with the group of each column.
 
         Raises:
-            ArtifactError: shapes that do not belong together, or zero points that are no integers. NonFiniteError: a
-                scale is no number. UnsupportedModelError: columns of a group are no neighbours.
+            ArtifactError: mismatched shapes, or zero points that are no integers. NonFiniteError: NaN or infinite
+                scales.
+            UnsupportedModelError: columns of a group are not adjacent.
         """
         rows, columns = q_NK.shape
         sound = scale_NG.dim() == 2 and len(scale_NG) == rows > 0 and scale_NG.shape[1] > 0

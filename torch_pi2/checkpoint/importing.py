@@ -1,6 +1,6 @@
-"""Importing quantised checkpoints of others: rows are kept bit for bit if one of our formats can hold them.
+"""Import of quantised checkpoints from other tools: rows are kept bit for bit if one of our formats can hold them.
 
-``torch_pi2.import_quantized`` is here; :mod:`torch_pi2.checkpoint.gguf.importing` has ``import_gguf``.
+``torch_pi2.import_quantized`` is here, ``import_gguf`` in :mod:`torch_pi2.checkpoint.gguf.importing`.
 """
 
 from __future__ import annotations
@@ -42,17 +42,18 @@ from torch_pi2.types.site import FFNSite, LinearRef
 
 @dataclass
 class ImportReport(QuantizeReport):
-    """What an import did.
+    """Result of an import.
 
     Attributes:
-        types: type in the checkpoint -> how many of its matrices are kept bit for bit. rounded: name -> "from to" of
-            the other matrices; those "with float16 scales" still have their integers.
-        weights: the formats of the neurons, such as ``q4_k+int8`` if down has another one than gate and up; without
-            neurons the main format.
-        neurons: layers (each expert is one) that became neurons. tokenizer: why there is none; empty: there is one.
-        predictors: tensors of PowerInfer's predictors that were ignored. recall: of those that were imported, key of a
-            layer -> share of its firing neurons that they predict, on the given text.
-        errors: of rounded matrices; 0 for those that keep their integers.
+        types: type in the checkpoint -> number of matrices kept bit for bit. rounded: name -> "from to" of the other
+            matrices; those "with float16 scales" keep their integers.
+        weights: formats of the neurons, such as ``q4_k+int8`` if down has another format than gate and up; the main
+            format if there are no neurons.
+        neurons: number of layers (experts count singly) that became neurons. tokenizer: why there is none; empty if
+            there is one.
+        predictors: tensors of PowerInfer's predictors that were ignored. recall: layer key -> share of firing neurons
+            that an imported predictor predicts on the given text.
+        errors: relative errors of rounded matrices; 0 for those that keep their integers.
     """
 
     types: dict[str, int] = field(default_factory=dict)
@@ -68,22 +69,21 @@ class ImportReport(QuantizeReport):
 def import_quantized(
     folder_in: str | Path, folder_out: str | Path, *, neurons: str = "auto", progress: bool = False
 ) -> ImportReport:
-    """Write the quantised checkpoint in ``folder_in`` to ``folder_out``, for :func:`torch_pi2.load` and the rest.
+    """Write the quantised checkpoint in ``folder_in`` to ``folder_out``, in the form that :func:`torch_pi2.load` reads.
 
-    These formats are read: GPTQ (2, 4, 8 bits, groups of neighbouring columns), AWQ (4 bits, ``gemm``),
-    compressed-tensors (``pack-quantized``, ``int-quantized``, 4 or 8 bits) and torchao (``Int8WeightOnlyConfig``,
-    ``IntxWeightOnlyConfig``, and those with dynamic inputs). A matrix whose integers, less their zero points, are from
-    -8 to 7 becomes ``int4``, from -128 to 127 ``int8``, if a group is a multiple of 32 columns: nothing is rounded if
-    float16 has the scales exactly, else the scales are, and the report says so. Any other matrix is rounded to
-    ``int8``. What the configuration says of inputs is ignored; other settings that change numbers (docs/GGUF.md) are
-    refused.
+    Supported are GPTQ (2, 4, 8 bits, groups of adjacent columns), AWQ (4 bits, ``gemm``), compressed-tensors
+    (``pack-quantized``, ``int-quantized``, 4 or 8 bits) and torchao (``Int8WeightOnlyConfig``,
+    ``IntxWeightOnlyConfig``, and those with dynamic inputs). If groups are a multiple of 32 columns, integers less zero
+    points from -8 to 7 become ``int4``, and those from -128 to 127 ``int8``. Scales are rounded only if float16 cannot
+    represent them, which the report lists. All other matrices are rounded to ``int8``. Settings for inputs are ignored;
+    other settings that change numbers (docs/GGUF.md) are refused.
 
     Args:
         neurons: as for :func:`torch_pi2.import_gguf`.
 
     Raises:
-        UnsupportedModelError: another method, setting or tensor. ArtifactError: damage, or ``folder_out`` cannot be
-            written. NonFiniteError: a scale is no number. ConfigError: another ``neurons``, or folders in one another.
+        UnsupportedModelError: an unsupported method, setting or tensor. ArtifactError: damage, or ``folder_out`` cannot
+            be written. NonFiniteError: NaN or infinite scales. ConfigError: an invalid ``neurons``, or nested folders.
     """
     check_choice("import_quantized(neurons=...)", neurons, IMPORT_NEURONS, "Choose one of these.")
     load_library()
@@ -104,7 +104,7 @@ def import_quantized(
 
 
 def write_imported(checkpoint: PackedSource, folder: Path, neurons: str, progress: bool) -> ImportReport:
-    """Write ``pi2/`` into ``folder``, where the configuration is. Raises as :func:`torch_pi2.import_gguf`."""
+    """Write ``pi2/`` into ``folder``, which has the configuration. Raises as :func:`torch_pi2.import_gguf`."""
     (folder / PI2_FOLDER).mkdir()
     with torch.device("meta"):
         empty = skeleton(folder)
@@ -138,7 +138,6 @@ def _is_packed(checkpoint: PackedSource, parameter: str) -> bool:
 
 
 def _found(model: nn.Module, neurons: str) -> Found:
-    """The layers that become neurons."""
     found = search(model, on_meta=True, needed=False)
     if neurons != "auto":
         return found
@@ -159,8 +158,8 @@ def _check_used(checkpoint: PackedSource) -> None:
 class _Importer(Quantizer):
     """Writes the weights of an imported checkpoint.
 
-    Args:
-        neurons: the format of all neurons, a name in ``QUANTIZED``; else gate and up stay as they are where they can.
+    ``neurons`` is the format of all neurons, one of ``QUANTIZED``; for other values gate and up keep their format if
+    possible.
     """
 
     def __init__(
@@ -180,10 +179,10 @@ class _Importer(Quantizer):
         super().__init__(stored, plan, strategies, linears, neurons, formats=formats, embeddings=embeddings)
         if neurons not in QUANTIZED:
             kept = {layer.site.key: self._kept_format(layer.site) for layer in self._layers}
-            if any(kept.values()):  # int8 costs the few others no more than it costs columns of down
+            if any(kept.values()):  # int8 for the few other layers, as for columns of down
                 self._kind = "int4" if set(kept.values()) == {"int4"} else "int8"
                 formats |= {key: made for key, made in kept.items() if made not in (None, self._kind)}
-            else:  # the nearest format that is not much smaller than the checkpoint's
+            else:  # the closest format that is not much smaller than the checkpoint's
                 self._kind = "int4" if self._bits() < 6 else "int8"
         for name in (*linears, *embeddings):
             packed = checkpoint.packed(self._stored(f"{name}.weight"))
@@ -192,13 +191,12 @@ class _Importer(Quantizer):
 
     @property
     def neuron_formats(self) -> str:
-        """Formats of all layers; without neurons the main format."""
+        """Formats of all layers, or the main format if there are no neurons."""
         return ", ".join(dict.fromkeys(self._format_of(layer.site) for layer in self._layers)) or self._kind
 
     def _kept_format(self, site: FFNSite) -> str | None:
-        """The two formats of neurons that keep the rows of gate and up as they are, or the one that keeps down as well.
-
-        None: there are none, or it is int8, which is for :meth:`_bits` to say.
+        """The format, or pair of formats, that keeps the rows of gate and up, and of down if possible. None: there is
+        none, or it is int8, which :meth:`_bits` decides.
         """
         refs = refs_of(site)
         if any(ref.transposed and ref.expert is None for role, ref in refs if role != "down"):
@@ -211,13 +209,12 @@ class _Importer(Quantizer):
         return next((pair for pair in PAIRS if {*kept.values()} == {formats_of(pair)[0]}), None)
 
     def _bits(self) -> float:
-        """Bits per weight of feed-forward layers in the checkpoint; 0: there are none."""
+        """Bits per weight of feed-forward layers in the checkpoint; 0 if it has none."""
         names = [self._name_of(layer.site, ref, role) for layer in self._layers for role, ref in refs_of(layer.site)]
         packed = [self._packed.packed(name) for name in names]
         return sum(16.0 if one is None else one.bits for one in packed) / max(1, len(packed))
 
     def _name_of(self, site: FFNSite, ref: LinearRef, role: str) -> str:
-        """The checkpoint's name of a site's matrix."""
         if ref.expert is not None:
             return ExpertMatrix(self._checkpoint, site, ref, role).name
         return self._stored(ref.weight)
@@ -252,7 +249,7 @@ class _Importer(Quantizer):
         return self._packed.own_rows(stored, first, first + len(neurons))
 
     def _count(self, name: str, stored: str, to: str, kept: bool) -> None:
-        """Of matrix ``stored`` in the format ``to``. kept: its integers are."""
+        """Record that matrix ``stored`` was written in format ``to``; kept: with its own integers."""
         packed = self._packed.packed(stored)
         of = "floats" if packed is None else packed.kind
         if kept and packed is not None and packed.exact:

@@ -1,4 +1,4 @@
-"""Loading a model whose neurons stay in its store, under a byte budget."""
+"""Loading a model whose neurons stay in its store, under a memory budget."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ _ALL = 1 << 62
 def load_offloaded(folder: Path, plan: Plan, predictors: dict[str, Any], settings: LoadSettings) -> nn.Module:
     """The model of ``folder`` within the budget of ``settings``, with an empty cache; see :func:`torch_pi2.load`.
 
-    A shard without a budget takes what it needs. ``predictors`` is emptied: layers have their own copies, and there
-    must not be two when the cache is filled.
+    A shard without a budget takes what it needs. ``predictors`` is emptied: layers hold their own copies, and both
+    copies together must not exist when the cache is filled.
     """
     path = folder / PI2_FOLDER / STORE_FILE
     offload, budget_bytes = settings.offload or offload_of(plan), settings.budget_bytes
@@ -73,7 +73,7 @@ def load_offloaded(folder: Path, plan: Plan, predictors: dict[str, Any], setting
         def divided() -> Budget:
             return divide_budget(most, reader, here, predictors, hf, **sizes)
 
-        # a budget that is too small is refused in all processes, or the others would wait for this one
+        # all processes refuse a budget that is too small; otherwise the others would wait for this one
         budget = divided() if together is None else of_each(divided)[together.group.rank]
         if budget_bytes is None:
             budget = budget.with_total(budget.whole, folder)
@@ -84,7 +84,7 @@ def load_offloaded(folder: Path, plan: Plan, predictors: dict[str, Any], setting
     make = _OverStore(store, index_of, predictors, settings.int8_activations, dividing)
     give_back_freed_memory()
     model = load_sparse(folder, plan, predictors, settings, make_layer=make.layer, make_experts=make.experts)
-    give_back_freed_memory()  # that only loading needed, before the cache is filled
+    give_back_freed_memory()  # needed for loading only; before the cache is filled
     if offload.lookahead:
         for module in model.modules():
             if isinstance(module, OffloadedFFN):
@@ -92,7 +92,7 @@ def load_offloaded(folder: Path, plan: Plan, predictors: dict[str, Any], setting
         _route_early(model)
     if together is not None:
         together.connect(model)
-    # without predictors: the layers have them, and twice would be too much memory
+    # without predictors: the layers hold them
     made = SparseState(
         here,
         FittedPredictors(),
@@ -106,16 +106,16 @@ def load_offloaded(folder: Path, plan: Plan, predictors: dict[str, Any], setting
 
 
 def offload_of(plan: Plan) -> OffloadConfig:
-    """What ``plan`` says of reading and keeping neurons. Raises ConfigError: it makes no sense."""
+    """Settings of ``plan`` for reading and caching neurons. Raises ConfigError if they are invalid."""
     return OffloadConfig() if plan.hardware is None else OffloadConfig(**plan.hardware.offload)
 
 
 @dataclass
 class _OverStore:
-    """Makes layers whose neurons stay in ``store``, with their predictors, which it removes from ``predictors``.
+    """Makes layers whose neurons stay in ``store``; each takes its predictor out of ``predictors``.
 
     Attributes:
-        index_of: key of a layer -> its number in the store. dividing: the group whose processes divide its neurons.
+        index_of: layer key -> its number in the store. dividing: the group whose processes divide its neurons.
     """
 
     store: Store
@@ -160,7 +160,7 @@ class _OverStore:
 
 
 def _check_lossy(plan: Plan, offload: OffloadConfig) -> None:
-    """Say that results are lossy. Raises ConfigError: no layer can leave anything out, or the engine cannot tell."""
+    """Warn that results are lossy. Raises ConfigError: no layer can leave out neurons, or the engine cannot do so."""
     predicted = sum(y.method == Method.LOWRANK and y.site.experts is None for y in plan.layers)
     mixtures = len({layer.site.experts for layer in plan.layers} - {None})
     for setting, layers, those in (
@@ -186,7 +186,7 @@ def _check_lossy(plan: Plan, offload: OffloadConfig) -> None:
 
 
 def _route_early(model: nn.Module) -> None:
-    """Route each mixture while the one before is computed, if its router is one linear layer."""
+    """Evaluate each mixture's router during the previous mixture, if it is a single linear layer."""
     unknown, before, called = [], None, called_modules(model)
     for experts in homes(model):
         if not isinstance(experts, OffloadedExperts):
@@ -210,7 +210,7 @@ def _route_early(model: nn.Module) -> None:
 
 
 def own_predictors(shard: Shard, plan: Plan, predictors: Mapping[str, Any]) -> dict[str, Any]:
-    """Of ``predictors``, in the order of the model's neurons, what the layers of ``shard`` ask: tensors by name."""
+    """Tensors of the ``predictors``, in the model's neuron order, that the layers of ``shard`` need, by name."""
     found: dict[str, Any] = {}
     for layer in plan.layers:
         tensors, threshold = predictor_tensors(predictors.get(layer.site.key))

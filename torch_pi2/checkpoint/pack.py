@@ -49,21 +49,21 @@ from torch_pi2.store.writer import StoreAssembly, StoreLayer
 from torch_pi2.types.plan import LayerPlan, Plan
 from torch_pi2.types.shard import Shard
 
-#: Formats of neurons; ``float``: the model's own, nothing is rounded.
+#: Formats of neurons; ``float`` is the model's own.
 WEIGHTS = (*QUANTIZED, FLOAT, *FLOATS)
-#: What of a model one machine's shard has, see :func:`pack`.
+#: How a model is divided into shards, see :func:`pack`.
 BY = ("neurons", "layers")
-#: Folder in the staging folder for the neurons of a float checkpoint.
+#: Temporary subfolder with the neurons of a float checkpoint.
 _NEURONS = "bundles"
 
 
 @dataclass
 class PackReport:
-    """What :func:`pack` did.
+    """Result of :func:`pack`.
 
     Attributes:
-        file_bytes: size of the store. layers, neurons: in it. seconds: wall time.
-        regions: bytes of the file by what they are for (see :meth:`StoreReader.regions`).
+        file_bytes: size of the store. layers, neurons: their numbers. seconds: wall time.
+        regions: bytes of the file by purpose (see :meth:`StoreReader.regions`).
     """
 
     file_bytes: int = 0
@@ -90,31 +90,31 @@ def pack(
     trust_remote_code: bool = False,
     progress: bool = False,
 ) -> PackReport:
-    """Write the neuron store ``pi2/model.pi2`` of a folder, and everything else of it, to ``folder_out``.
+    """Write the neuron store ``pi2/model.pi2`` of a folder, with the folder's other files, to ``folder_out``.
 
-    No number is changed, unless ``weights`` says so: a packed model computes what the folder computes. It takes some
-    ten MB of memory whatever the size; for float checkpoints a layer's FFN at most. ``folder_out`` appears when
-    everything is written; after an error nothing is left.
+    Numbers change only if ``weights`` asks for it: otherwise a packed model computes what the folder computes. Packing
+    takes some ten MB of memory whatever the size; for float checkpoints, at most the FFN of one layer. ``folder_out``
+    appears when everything is written; after an error nothing is left.
 
     Args:
         folder_in: written by :func:`torch_pi2.save`, ``quantize``, ``synthetic`` or ``pack``; or a float checkpoint.
         weights: format of the neurons of a float checkpoint: ``float`` (default; the model's own dtype), or
-            ``float32``, ``bfloat16`` or ``float16``, to which neurons of another dtype are rounded; everything else
-            stays as it is. ``int4`` or ``int8``: neurons and other linear layers are quantised (lossy). Neurons are
-            kept beside ``folder_out`` meanwhile. For folders of quantised neurons: None, or their own format.
+            ``float32``, ``bfloat16`` or ``float16``, to which neurons of another dtype are rounded while everything
+            else stays as it is. ``int4`` or ``int8``: neurons and other linear layers are quantised (lossy). Meanwhile
+            neurons are kept beside ``folder_out``. For folders of quantised neurons: None, or their own format.
         cluster: neurons that are read and cached together, a power of two up to 64. Default: 1 if a predictor chooses
-            neurons; else all of a layer are wanted, and clusters have some 200 KB, which devices read best.
-        ranks: more than 1 writes shards, each the store of one machine, in folders ``rank-0-of-N`` and so on, which
-            :func:`torch_pi2.load` takes in a group of as many processes (docs/DISTRIBUTED.md).
-        shares: of the neurons, for each machine, in any unit (default: equal).
-        by: what a shard has: ``neurons``, some of every layer; or ``layers``, all neurons of some consecutive decoder
-            blocks and nothing of the others (stages of a pipeline).
+            neurons; otherwise whole layers are read, in clusters of some 200 KB, which devices read best.
+        ranks: more than 1 writes shards, each the store of one machine, in folders ``rank-0-of-N`` and so on.
+            :func:`torch_pi2.load` reads them in a group of as many processes (docs/DISTRIBUTED.md).
+        shares: relative share of the neurons for each machine (default: equal).
+        by: ``neurons``: a shard has some neurons of every layer. ``layers``: a shard has consecutive decoder blocks, as
+            a stage of a pipeline.
         trust_remote_code: passed to transformers, for float checkpoints with modelling code of their own.
 
     Raises:
-        ConfigError: a setting makes no sense, or ``folder_in`` is a shard or has shards in it. ArtifactError: something
-            is damaged, the disk is full, another process packs there, or ``folder_out`` holds other files.
-        StaleArtifactError: plan and weights do not belong together. Whatever :func:`torch_pi2.quantize` raises.
+        ConfigError: an invalid setting, or ``folder_in`` is a shard or contains shards. ArtifactError: damage, a full
+            disk, another process packs there, or ``folder_out`` holds other files. StaleArtifactError: plan and weights
+            do not match. Also whatever :func:`torch_pi2.quantize` raises.
     """
     source, folder = Path(folder_in).resolve(), Path(folder_out).resolve()
     _check(weights, cluster)
@@ -170,7 +170,7 @@ def _check(weights: str | None, cluster: int | None) -> None:
 
 
 def _check_weights(reader: QuantizedWeights, weights: str | None, source: Path) -> None:
-    """Raises ConfigError: the neurons of ``reader`` are not ``weights``."""
+    """Raises ConfigError: the neurons of ``reader`` are not in format ``weights``."""
     known = reader.neuron_formats
     if weights not in (None, known) and (weights, reader.weights) != (FLOAT, FLOAT):
         raise ConfigError(
@@ -193,7 +193,7 @@ class _Packer:
     progress: bool
 
     def pack(self, folder: Path, shard: Shard | None = None) -> PackReport:
-        """Write the store, and everything else of the folder, into ``folder``."""
+        """Write the store and the folder's other files into ``folder``."""
         path = folder / PI2_FOLDER / STORE_FILE
         path.parent.mkdir()
         copy_small_files(self.whole, folder)
@@ -210,7 +210,6 @@ class _Packer:
             return PackReport(made.file_bytes, len(store.layers), neurons, regions=made.regions())
 
     def pack_shards(self, staging: Path, shards: Sequence[Shard]) -> PackReport:
-        """A folder for each of ``shards``."""
         total = PackReport(layers=len(self.plan.layers))
         for shard in shards:
             folder = staging / shard_name(shard.rank, len(shards))
@@ -238,7 +237,7 @@ class _Packer:
         ours = {name for layer in layers for name in layer.tensors} | {SUPERBLOCK}
         weights = {n: spec for n, spec in reader.specs.items() if n not in ours and not PADDING.fullmatch(n)}
         parts = dict(beside.specs)
-        if not parts:  # the reader has them
+        if not parts:  # they are in the reader's store
             parts = {n: weights.pop(n) for n in list(weights) if part_of(n) is not None}
         sites = {"sites": json.dumps({layer.site.key: self.reader.strategy(layer.site.key) for layer in here.layers})}
         return StoreAssembly(
@@ -255,14 +254,14 @@ class _Packer:
 
 def _layer(layer: LayerPlan, reader: Any) -> StoreLayer:
     site = layer.site
-    reader.read_neurons(site, (0, 0))  # raises for what is not there
+    reader.read_neurons(site, (0, 0))  # raises if the layer is missing
     return StoreLayer(
         site, hot_neurons(layer), reader.format_of(site.key), lambda *rows: reader.read_neurons(site, rows)
     )
 
 
 def _check_space(folder: Path, needed: int) -> None:
-    """Raises ArtifactError: the disk has less free space than ``needed`` bytes."""
+    """Raises ArtifactError: the disk has less than ``needed`` bytes of free space."""
     if needed > (free := shutil.disk_usage(folder).free):
         raise ArtifactError(
             f"writing {STORE_FILE} of {needed} bytes",
@@ -273,14 +272,14 @@ def _check_space(folder: Path, needed: int) -> None:
 
 
 def _provenance(source: Path, reader: QuantizedWeights) -> str:
-    """Where a store comes from, as JSON: nothing that would differ from one packing to the next."""
+    """Origin of a store as JSON, the same for each packing."""
     origin: dict[str, Any] = {}
     if isinstance(reader, StoreReader):
         model = reader.provenance().get("model")
         origin |= model if isinstance(model, dict) else {}
     config = source / "config.json"
     if not origin and config.is_file():
-        text = read_bytes(config)  # once: what cannot be read is an error, not a store that says less
+        text = read_bytes(config)  # raises if it cannot be read
         origin["config_sha256"] = hashlib.sha256(text).hexdigest()
         with suppress(ArtifactError):
             about = parse(text, config)

@@ -69,11 +69,11 @@ def quantize(
     """Quantise the Hugging Face checkpoint in ``folder_in`` (float safetensors) to ``folder_out``. Lossy.
 
     Feed-forward layers become neurons, other linear layers rows; embeddings, norms and small layers stay as they are.
-    This is what ``optimize(model, weights=...)`` and ``save`` would write. A feed-forward layer that cannot be made
+    The result equals that of ``optimize(model, weights=...)`` and ``save``. A feed-forward layer that cannot be made
     sparse, or not be replaced without its weights in memory, becomes plain linear layers; a warning, the plan and the
     loaded model's ``torch_pi2.left`` give the reason. A folder written by :func:`torch_pi2.save` keeps its plan and
-    predictors; in any other, neurons stay in the model's order with the exact gate (with smooth activations all of them
-    are computed). Weights are read matrix by matrix.
+    predictors; in any other, neurons keep the model's order and use the exact gate (with smooth activations all are
+    computed). Weights are read matrix by matrix.
 
     Args:
         weights: ``int4`` or ``int8``, groups of 32 with one scale.
@@ -81,11 +81,11 @@ def quantize(
             with the weights of one module in memory at a time (rows are in files beside ``folder_out`` meanwhile).
         calibration, tokenizer, calibration_tokens: for ``gptq``, as in :func:`torch_pi2.profile`.
         plan: folder with a plan of a dense checkpoint, its predictors and statistics (all three written with one
-            ``--out`` of ``torch-pi2 profile``, ``fit`` and ``plan``), to be used like those of an optimised folder.
+            ``--out`` of ``torch-pi2 profile``, ``fit`` and ``plan``), used like those of an optimised folder.
 
     Raises:
         ConfigError, ArtifactError, DtypeError, NonFiniteError, StaleArtifactError, UnsupportedModelError,
-        NoFFNFoundError, CalibrationError: on any of them nothing is left half-written.
+            NoFFNFoundError, CalibrationError: nothing half-written is left.
     """
     source, folder = Path(folder_in).resolve(), Path(folder_out).resolve()
     _check(source, folder, weights, quantization, calibration)
@@ -108,7 +108,7 @@ def quantize(
 
 
 class _RowFiles(dict[str, torch.Tensor]):
-    """Rows in temporary files in ``folder``, mapped: the system reads them again when they are used."""
+    """Rows in mapped temporary files in ``folder``, which the system pages in again when they are used."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -137,15 +137,14 @@ def convert(
     trust_remote_code: bool = False,
     progress: bool = False,
 ) -> QuantizeReport:
-    """Write ``folder`` from the float checkpoint ``source``, with neurons in the format ``weights``.
+    """Write ``folder`` from the float checkpoint ``source``, with neurons in format ``weights``. Raises as
+    :func:`quantize`.
 
     Args:
-        weights: ``int4`` or ``int8``, for other linear layers, too; or of neurons alone a name in ``FLOATS``, or
-            ``float``: what the model has when it is loaded, so that nothing is lost.
+        weights: ``int4`` or ``int8``, for neurons and other linear layers; or, for neurons alone, a name in ``FLOATS``,
+            or ``float``: the model's dtype when loaded, so that nothing is lost.
         rows_of: sites and names of other linear layers -> their calibrated rows (default: all are rounded).
-        parts: folder of plan, predictors and statistics (default: ``source``'s own, if it has some).
-
-    Raises: as :func:`quantize`.
+        parts: folder of plan, predictors and statistics (default: those of ``source``, if any).
     """
     load_library()
     check_replaceable(folder)
@@ -190,7 +189,7 @@ def convert(
 
 
 def copy_small_files(source: Path, folder: Path) -> None:
-    """Copy everything of a checkpoint but its weights and its ``pi2/``."""
+    """Copy all files of a checkpoint except weights and ``pi2/``."""
     for path in {path for pattern in SMALL_FILES for path in source.glob(pattern)}:
         if not path.name.endswith(".index.json"):
             shutil.copyfile(path, folder / path.name)
@@ -219,7 +218,7 @@ def _check(source: Path, folder: Path, weights: str, quantization: str, calibrat
 
 
 def _check_parts(source: Path, parts: Path) -> None:
-    """Raises ConfigError: ``source`` has its own. ArtifactError, StaleArtifactError: they do not belong together."""
+    """Raises ConfigError: ``source`` has its own. ArtifactError, StaleArtifactError: they do not match."""
     if (source / PI2_FOLDER).exists():
         raise ConfigError(
             "quantize(plan=...)",
@@ -233,7 +232,7 @@ def _check_parts(source: Path, parts: Path) -> None:
 
 
 def _plan_of(parts: Path, model: nn.Module, *, needed: bool) -> Plan:
-    """The plan in ``parts``, or one of the layers of a checkpoint's ``model``, which is on ``meta``."""
+    """The plan in ``parts``, or a new one for the checkpoint's ``model``, which is on ``meta``."""
     if (parts / "plan.json").exists():
         plan = Plan.load(parts)
         check_sizes(model, plan)
@@ -242,11 +241,11 @@ def _plan_of(parts: Path, model: nn.Module, *, needed: bool) -> Plan:
 
 
 def new_plan(found: Found) -> Plan:
-    """Neurons in the model's order, with the exact gate if it skips any; else all of them are computed."""
+    """Neurons in the model's order, with the exact gate where that skips any; other layers are dense."""
     layers = []
     for site in found.sites:
         order = torch.arange(site.intermediate, dtype=torch.int32)
-        exact = exact_zeros(site.activation) or site.experts is not None  # nothing of an expert is hot
+        exact = exact_zeros(site.activation) or site.experts is not None  # experts have no hot neurons
         method = Method.EXACT if exact else Method.DENSE
         layers.append(LayerPlan(site, method, 0 if exact else site.intermediate, order))
     return Plan(layers, NO_HASH, {"planner": "none", "left": found.left})

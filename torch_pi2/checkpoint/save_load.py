@@ -1,9 +1,9 @@
 """``save`` and ``load``: an optimised model on disk is an ordinary dense checkpoint plus a ``pi2/`` folder.
 
-``pi2/`` holds plan.json, plan.safetensors, predictors.safetensors and stats.safetensors. The rest is what
-``save_pretrained`` writes (or ``model.safetensors`` for other modules), so other tools still read it. A model with
-quantised weights has them in ``pi2/weights.safetensors``, and only its configuration and tokenizer outside;
-:func:`torch_pi2.pack` turns everything in ``pi2/`` into one store, ``pi2/model.pi2``.
+``pi2/`` holds plan.json, plan.safetensors, predictors.safetensors and stats.safetensors. The rest is written by
+``save_pretrained`` (``model.safetensors`` for other modules), so other tools can read it. Quantised weights are in
+``pi2/weights.safetensors``, with only configuration and tokenizer outside. :func:`torch_pi2.pack` turns all of ``pi2/``
+into one store, ``pi2/model.pi2``.
 """
 
 from __future__ import annotations
@@ -66,10 +66,9 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
     """Write an optimised ``model`` to ``folder``. An earlier result there is replaced once everything is written.
 
     Raises:
-        ConfigError: the model is dense, has PEFT's adapters in it, or ``folder`` is in or contains the one that it was
-            loaded from.
+        ConfigError: the model is dense or has PEFT adapters, or ``folder`` overlaps the folder that it was loaded from.
         ArtifactError: the folder cannot be written, or holds other files.
-        UnsupportedModelError: a quantised model that could not be loaded again, or weights of another library's.
+        UnsupportedModelError: a quantised model that could not be loaded again, or weights of another library.
     """
     stored = [home for home in homes(model) if not home.in_memory]
     if stored:
@@ -82,7 +81,7 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
     parts, folder = current_state(model), Path(folder).resolve()
     check_replaceable(folder)
     source = getattr(model, "name_or_path", "")
-    if Path(source).resolve() != folder:  # a result may replace the folder that it was made from
+    if Path(source).resolve() != folder:  # a result may replace its own source folder
         check_separate("save", source, folder)
     if adapters := [name for name, module in model.named_modules() if type(module).__module__.startswith("peft.")]:
         raise ConfigError(
@@ -116,12 +115,12 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
         save_parts(parts, staging / PI2_FOLDER)
         if quantised:
             declare(staging)
-    remember(folder)  # copies of what runs in this process
+    remember(folder)  # its code already runs in this process
     return folder
 
 
 def save_parts(parts: SparseState, pi2: Path) -> None:
-    """Plan, predictors and statistics, as files in ``pi2``."""
+    """Write plan, predictors and statistics as files into ``pi2``."""
     parts.plan.save(pi2)
     save_predictors(pi2, parts.predictors, parts.plan.model_hash)
     if parts.stats is not None:
@@ -129,7 +128,7 @@ def save_parts(parts: SparseState, pi2: Path) -> None:
 
 
 class _Values:
-    """The dense parameters of an optimised model, with the method by which sites read them."""
+    """Gives sites the dense parameters of an optimised model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._values: dict[str, torch.Tensor] = {}
@@ -141,16 +140,14 @@ class _Values:
 
 
 def current_state(model: nn.Module) -> SparseState:
-    """The state of ``model``, valid for its current weights, which may have been converted or replaced since.
+    """The state of ``model`` for its current weights, which may have been converted or replaced.
 
-    A plan without predictors or thresholds is right for any weights: it is bound to the new ones, without statistics.
-
-    Raises:
-        StaleArtifactError: predictors or thresholds were fitted to other weights.
+    A plan without predictors or thresholds fits any weights: it gets the new hash and loses its statistics. Raises
+    StaleArtifactError if predictors or thresholds were fitted to other weights.
     """
     parts = get_state(model)
     if weights_of(model) != "float":
-        return parts  # rows cannot change; the hash stays that of the float weights
+        return parts  # quantised rows cannot change; the hash is that of the float weights
     found = weights_hash(_Values(model), [layer.site for layer in parts.plan.layers])
     if found == parts.plan.model_hash:
         return parts
@@ -185,48 +182,44 @@ def load(
     """Load the optimised model that :func:`save`, :func:`torch_pi2.quantize`, ``pack`` or ``synthetic`` wrote.
 
     It is in evaluation mode, and a transformers model unless another was passed as ``model``. Quantised weights are
-    read once, into the memory that they are computed from.
+    read once, into the memory that kernels use.
 
     Args:
-        folder: a Hugging Face checkpoint with a ``pi2/`` folder in it; or a GGUF file, or a folder with one, which is
-            imported (with ``budget`` also packed) into the user's cache first, once (docs/GGUF.md). Nothing is
-            downloaded.
+        folder: a Hugging Face checkpoint with a ``pi2/`` folder; or a GGUF file, or a folder with one, which is first
+            imported (with ``budget`` also packed) into the user's cache, once (docs/GGUF.md). Nothing is downloaded.
         model: an instance to load into, for models that transformers cannot build (float weights only).
-        trust_remote_code: passed to transformers, for checkpoints with modelling code of their own. A folder that was
-            made on this machine from a model whose code ran then does not need it again
-            (:mod:`torch_pi2.store.trust`).
+        trust_remote_code: passed to transformers, for checkpoints with modelling code of their own. Not needed for a
+            folder made on this machine from a model whose code ran then (:mod:`torch_pi2.store.trust`).
         dtype: of the weights (default: as stored). Another dtype than the plan's is a StaleArtifactError. For a
             quantised folder or a store: dtype of the float weights other than neurons, and of the hidden states.
         activations: with quantised weights, ``int8`` rounds the inputs of matrices to int8 (lossy, faster).
-        budget: bytes (or ``"2.5GiB"``) for weights, cache, keys and values, and the activations of a forward pass. The
-            folder needs a store (:func:`torch_pi2.pack`); neurons that do not fit stay on flash. Lossless: the result
-            does not depend on it. Activations are those of ``context`` tokens, 1,024 at most:
-            :class:`torch_pi2.Decoder` and :func:`torch_pi2.generate` prefill longer prompts in chunks, and other calls
-            with more tokens cause a warning. Not included: Python and PyTorch themselves, what a call returns (logits
-            of all tokens, without ``logits_to_keep=1``), and what compiling a step takes beyond what the neuron cache
-            can free (a warning says how much). From then on, the whole process returns freed memory to the system
-            (glibc's ``mallopt``). None: everything is in memory.
-        offload: how neurons are read and cached; with ``budget`` only. Default: as the plan says, if it has a part for
-            hardware.
-        context: with ``budget`` only: tokens of all sequences together whose keys, values and activations the budget
-            has memory for (default: 1,024). More of them in a :class:`torch_pi2.Decoder`, and so in
-            :func:`torch_pi2.generate` and ``model.generate``, cause a warning; caches that transformers makes itself
-            (for beams) are not counted.
-        plan: another plan than the folder's, or its folder (``torch-pi2 plan FOLDER --hardware ... --out``), with the
-            same weights, neuron orders and methods. A plan with a part for hardware, this one or the folder's, is
-            followed as the number of sequences changes (:func:`torch_pi2.follow`).
+        budget: bytes (or ``"2.5GiB"``) for weights, neuron cache, KV cache, and activations of a forward pass. Needs a
+            store (:func:`torch_pi2.pack`); neurons that do not fit stay on flash. Lossless: the result does not depend
+            on it. Activations are those of ``context`` tokens, at most 1,024: :class:`torch_pi2.Decoder` and
+            :func:`torch_pi2.generate` prefill longer prompts in chunks, and other calls with more tokens cause a
+            warning. Not included: Python and PyTorch themselves, returned tensors (logits of all tokens, without
+            ``logits_to_keep=1``), and memory for compiling a step beyond what the neuron cache can free (a warning says
+            how much). From then on the whole process returns freed memory to the system (glibc's ``mallopt``). None:
+            everything is in memory.
+        offload: how neurons are read and cached; with ``budget`` only. Default: the plan's settings, if it has a part
+            for hardware.
+        context: with ``budget`` only: tokens of all sequences together for which the budget includes KV cache and
+            activations (default: 1,024). More of them in a :class:`torch_pi2.Decoder`, :func:`torch_pi2.generate` or
+            ``model.generate`` cause a warning; caches that transformers makes itself (for beams) are not counted.
+        plan: a plan, or its folder (``torch-pi2 plan FOLDER --hardware ... --out``), to use instead of the folder's,
+            with the same weights, neuron orders and methods. A plan with a part for hardware, given here or the
+            folder's, is followed as the number of sequences changes (:func:`torch_pi2.follow`).
         group: for shards (``pack(ranks=N)``), of which each process of a group loads its own: how they work together.
             Without ``budget`` all neurons of a shard are in memory.
         gpu_memory: as in :func:`torch_pi2.optimize`. With ``budget``, which limits the CPU's memory, neurons of the
-            store are copied to the GPU and are not in the cache. These are the neurons that the plan gives to an
-            accelerator (``torch-pi2 plan FOLDER --hardware measured --accelerator-memory ...``) if there are any and
-            they fit; else those that fire most.
+            store are copied to the GPU and are not in the cache: those that the plan gives to an accelerator
+            (``torch-pi2 plan FOLDER --hardware measured --accelerator-memory ...``), if there are any and they fit;
+            otherwise the most frequent ones.
 
     Raises:
-        ArtifactError: something is missing or damaged. StaleArtifactError: plan and weights do not belong together.
-        ConfigError: a setting that this folder cannot have.
-        DtypeError: no kernel computes in ``dtype``.
-        DeviceError: no GPU that has kernels. OutOfMemoryError: ``gpu_memory`` is too little.
+        ArtifactError: something is missing or damaged. StaleArtifactError: plan and weights do not match.
+        ConfigError: a setting that this folder does not support. DtypeError: no kernel computes in ``dtype``.
+        DeviceError: no GPU with kernels. OutOfMemoryError: ``gpu_memory`` is too little.
     """
     gpu_bytes = None if gpu_memory is None else checked_memory(gpu_memory)
     settings = LoadSettings(
@@ -269,14 +262,14 @@ def _check_ours(folder: Path) -> None:
 
 
 def read_model(folder: Path, settings: LoadSettings) -> nn.Module:
-    """What :func:`load` does before :func:`finish_loading`."""
+    """:func:`load` up to :func:`finish_loading`."""
     pi2 = folder / PI2_FOLDER
     with Parts(pi2) as parts:
         settings.check(folder, is_shard=parts.shard is not None)
         over_store = settings.budget is not None or parts.shard is not None
         plan = checked_plan(parts.plan(), settings.plan, folder)
         predictors = parts.predictors(plan.model_hash)
-        stats = None if over_store else parts.stats(plan.model_hash)  # no budget counts them
+        stats = None if over_store else parts.stats(plan.model_hash)  # they are not part of a budget
     if weights_path(pi2) is not None:
         read_config(folder)  # raises if there is none
         if over_store:
@@ -300,7 +293,7 @@ def finish_loading(model: nn.Module, gpu_bytes: int | None) -> LoadedModel:
     if gpu_bytes is not None:
         hot_on_gpu(model, gpu_bytes)
     store, plan = store_of(model), get_state(model).plan
-    if store is not None and store.config.preload:  # now that it is known what is on a GPU
+    if store is not None and store.config.preload:  # after neurons were placed on a GPU
         store.preload()
     if plan.hardware is not None:
         follow(model, plan)
@@ -308,11 +301,12 @@ def finish_loading(model: nn.Module, gpu_bytes: int | None) -> LoadedModel:
 
 
 def checked_plan(own: Plan, other: Plan | str | Path | None, folder: Path) -> Plan:
-    """``other`` instead of the folder's ``own`` plan, if given. Raises StaleArtifactError: it is for another folder."""
+    """``other``, if given, instead of the folder's ``own`` plan. Raises StaleArtifactError: it is for another folder.
+    """
     if other is None:
         return own
     made = other if isinstance(other, Plan) else Plan.load(other)
-    fixed: tuple[tuple[str, Callable[[Plan], Any]], ...] = (  # how many neurons are hot, and when, may change
+    fixed: tuple[tuple[str, Callable[[Plan], Any]], ...] = (  # the numbers of hot neurons may change
         ("weights", lambda plan: plan.model_hash),
         ("layers", lambda plan: [layer.site for layer in plan.layers]),
         ("neuron orders", lambda plan: plan.orders_hash),
@@ -329,17 +323,17 @@ def checked_plan(own: Plan, other: Plan | str | Path | None, folder: Path) -> Pl
 
 
 def load_dense(folder: str | Path, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False) -> nn.Module:
-    """The dense equivalent of a folder of ours: the ordinary model, in evaluation mode, without anything sparse.
+    """The dense equivalent of one of our folders: the ordinary model, in evaluation mode.
 
-    A quantised folder gives its dequantised weights (in float32 exactly, in bfloat16 rounded), any other folder the
-    model that transformers loads.
+    A quantised folder gives its dequantised weights (exact in float32, rounded in bfloat16), any other folder the model
+    that transformers loads.
 
     Args:
         dtype: of all weights (default: as the configuration says).
 
     Raises:
-        ArtifactError: something is missing or damaged. StaleArtifactError: plan and weights do not belong together.
-        ConfigError: a shard, which has a part of the neurons.
+        ArtifactError: something is missing or damaged. StaleArtifactError: plan and weights do not match. ConfigError:
+            a shard, which has only some of the neurons.
     """
     folder = Path(folder)
     pi2 = folder / PI2_FOLDER
@@ -382,7 +376,7 @@ def _load_weights(model: nn.Module, path: Path) -> None:
 
 
 def _from_pretrained(folder: Path, settings: LoadSettings) -> nn.Module:
-    read_config(folder)  # transformers says less of a damaged one
+    read_config(folder)  # with clearer errors than transformers'
     trust = settings.trust_remote_code
     config = settings.config or model_config(folder, trust_remote_code=trust)
     from safetensors import SafetensorError
@@ -400,7 +394,7 @@ def _from_pretrained(folder: Path, settings: LoadSettings) -> nn.Module:
         )
     except MemoryError:
         raise
-    except Exception as error:  # transformers raises what its classes do
+    except Exception as error:  # model classes raise anything
         of_file = isinstance(error, (OSError, SafetensorError)) and "trust_remote_code" not in str(error)
         copy = "Copy its weights (*.safetensors) again from where they were made."
         raise ArtifactError(
@@ -409,7 +403,7 @@ def _from_pretrained(folder: Path, settings: LoadSettings) -> nn.Module:
             found=f"{type(error).__name__}: {' '.join(str(error).split())[:300].rstrip('.')}",
             fix=f"{copy if of_file else how_to_trust(folder)} Or pass model=... to load into.",
         ) from error
-    if missing := sorted(loading["missing_keys"]):  # transformers gives them random numbers
+    if missing := sorted(loading["missing_keys"]):  # transformers initialises them at random
         raise ArtifactError(
             f"loading {folder}",
             expected=f"tensors of every parameter of {type(model).__name__}",

@@ -1,7 +1,4 @@
-"""Quantised models in memory, to disk and back: rows and neurons are stored as kernels read them.
-
-Also the settings with which a folder is loaded, and what contradicts them.
-"""
+"""Quantised models in memory and on disk, with rows and neurons in the layout of the kernels; settings for loading."""
 
 from __future__ import annotations
 
@@ -46,20 +43,17 @@ _log = logging.getLogger("torch_pi2")
 
 _BIASES = ("bias_gate", "bias_up", "bias_down")
 
-#: Tokens that a budget has memory for, unless ``context`` says otherwise.
+#: Default ``context`` of a budget, in tokens.
 DEFAULT_CONTEXT = 1024
 #: Plan of a layer, the open file, dtype of the float parameters -> the layer.
 MakeLayer = Callable[[LayerPlan, QuantizedWeights, torch.dtype], SparseFFN]
-#: The layers of all experts of a module, how many they are -> the module.
+#: The layers of all experts of a module, their plans -> the module.
 MakeExperts = Callable[[Iterable[SparseFFN], Sequence[LayerPlan]], SparseExperts]
 
 
 @dataclass(frozen=True)
 class LoadSettings:
-    """Arguments of :func:`torch_pi2.load`, which describes them.
-
-    Attributes:
-        config: a transformers configuration to build the model with, in place of the folder's.
+    """Arguments of :func:`torch_pi2.load`, and ``config``, a transformers configuration to use instead of the folder's.
     """
 
     model: nn.Module | None = None
@@ -82,7 +76,7 @@ class LoadSettings:
 
     @property
     def budget_bytes(self) -> int | None:
-        """The budget; None: there is none. Raises ConfigError: no number of bytes."""
+        """The budget, or None. Raises ConfigError: not a number of bytes."""
         return None if self.budget is None else parse_bytes(self.budget)
 
     @property
@@ -90,7 +84,7 @@ class LoadSettings:
         return self.activations == "int8"
 
     def check(self, folder: Path, *, is_shard: bool) -> None:
-        """Raises ConfigError: a setting that contradicts another, or what is in ``folder``."""
+        """Raises ConfigError: a setting that contradicts another, or the content of ``folder``."""
         path = weights_path(folder / PI2_FOLDER)
         in_floats, has_store = path is None, path is not None and path.name == STORE_FILE
         of_budget = {"offload": self.offload, "context": self.context}
@@ -137,7 +131,7 @@ class LoadSettings:
 
 
 def weights_of(model: nn.Module) -> str:
-    """How the weights of an optimised model are stored: ``float``, ``int4``, ``int8``, or as a GGUF file has them."""
+    """How the weights of an optimised model are stored: ``float``, ``int4``, ``int8``, or a format of GGUF."""
     neurons = (getattr(layer, "weights", "float") for layer in sparse_layers(model))
     linears = (module.weights for module in model.modules() if isinstance(module, QuantLinear))
     return next((kind for kind in (*neurons, *linears) if kind != "float"), "float")
@@ -153,13 +147,10 @@ def _kind_of_file(model: nn.Module) -> str:
 
 
 def save_weights(model: nn.Module, plan: Plan, folder: Path) -> Plan:
-    """Write ``weights.safetensors`` of a ``model`` into ``folder``, with neurons of floats if it is not quantised.
+    """Write ``weights.safetensors`` of ``model`` into ``folder``; the neurons of a float model are floats.
 
-    Layers whose replacement can only be found with weights in memory are saved dense, in floats, with a warning.
-    Returns the plan of the others.
-
-    Raises:
-        UnsupportedModelError: not a Hugging Face model, or there are no other layers.
+    Layers that can only be replaced with weights in memory are saved dense, in floats, with a warning. Returns the plan
+    of the others. Raises UnsupportedModelError: not a Hugging Face model, or no other layers.
     """
     if not hasattr(model, "save_pretrained"):
         raise UnsupportedModelError(
@@ -213,14 +204,14 @@ def save_weights(model: nn.Module, plan: Plan, folder: Path) -> Plan:
 
 
 def save_without_weights(model: Any, folder: Path) -> None:
-    """Write configuration and modelling code of ``model`` without weights; dense weights there are removed."""
-    model.save_pretrained(folder, state_dict={})  # writes a file of no weights
+    """Write configuration and modelling code of ``model``; dense weights in ``folder`` are removed."""
+    model.save_pretrained(folder, state_dict={})  # writes a file without weights
     for path in folder.glob("model*.safetensors*"):
         path.unlink()
 
 
 def _check_dense(model: nn.Module, dense: Mapping[str, str], others: Mapping[str, str]) -> None:
-    """Warn of layers that stay dense. Raises UnsupportedModelError: all do."""
+    """Warn about layers that stay dense. Raises UnsupportedModelError: all do."""
     if not others:
         raise UnsupportedModelError(
             f"saving a quantised {type(model).__name__}",
@@ -232,7 +223,7 @@ def _check_dense(model: nn.Module, dense: Mapping[str, str], others: Mapping[str
 
 
 def _floats(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers of modules that we did not replace; tied ones under their first name."""
+    """Parameters and persistent buffers of modules that were not replaced; tied ones under their first name."""
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for prefix, module in model.named_modules():
@@ -255,11 +246,10 @@ def load_sparse(
     make_layer: MakeLayer | None = None,
     make_experts: MakeExperts | None = None,
 ) -> nn.Module:
-    """The model of ``folder``, quantised or in a store, with all of its weights in place; see :func:`torch_pi2.load`.
+    """The model of ``folder``, quantised or in a store, with all its weights; see :func:`torch_pi2.load`.
 
-    Args:
-        make_layer, make_experts: for layers whose neurons stay in the file (default: they are read); experts are given
-            without their neurons.
+    ``make_layer`` and ``make_experts`` are for layers whose neurons stay in the file (default: they are read); experts
+    are passed without their neurons.
     """
     load_library()
     int8_activations, progress = settings.int8_activations, settings.progress
@@ -292,7 +282,7 @@ def load_sparse(
             ours |= {f"{name}.weight", f"{name}.bias"}
             tied = embeddings.get(weights.rows_name(name))
             _put_linear(model, weights, name, columns, int8_activations, tied)
-        trim()  # rows before they were put into blocks
+        trim()  # rows that were copied into blocks
 
         whole = {layer.site.key: layer for layer in plan.layers}
 
@@ -302,7 +292,7 @@ def load_sparse(
         for group in _shown(expert_groups(own.layers), "feed-forward layers", progress):
             if group[0].site.experts is not None:
                 for layer in group:
-                    weights.strategy(layer.site.key)  # raises if the file does not know it
+                    weights.strategy(layer.site.key)  # raises if the file has no such layer
                 parts = (_with_biases(empty(layer), weights) for layer in group)
                 experts = SparseExperts(parts, len(group)) if make_experts is None else make_experts(parts, group)
                 if experts.in_memory:
@@ -326,7 +316,7 @@ def load_sparse(
 
 
 def _untie(model: nn.Module, linears: set[str]) -> None:
-    """Note in the configuration that an output layer with weights of its own is no longer tied to the embedding."""
+    """Note in the configuration that an output layer with its own weights is no longer tied to the embedding."""
     hf: Any = model
     if getattr(getattr(model, "config", None), "tie_word_embeddings", False) and any(
         model.get_submodule(name) is hf.get_output_embeddings() for name in linears
@@ -347,7 +337,7 @@ def _put_linear(
     int8_activations: bool,
     tied: torch.Tensor | None = None,
 ) -> None:
-    """Replace a linear; ``tied``: its rows, an embedding's, in memory once unless the kernel wants them in blocks."""
+    """Replace a linear layer. ``tied``: rows of an embedding to share, unless the kernel needs them in blocks."""
     parent, _, local = name.rpartition(".")
     linear: Any = model.get_submodule(name)
     kind = weights.format_of(name)

@@ -1,4 +1,4 @@
-"""A model's skeleton and the checkpoint that has its weights: how layers can be replaced; weights mapped from files."""
+"""A model's skeleton with the checkpoint of its weights: which layers can be replaced; weights mapped from files."""
 
 from __future__ import annotations
 
@@ -30,34 +30,34 @@ from torch_pi2.store.source import Checkpoint, ExpertMatrix, Source, stored_name
 from torch_pi2.types.plan import LayerPlan, Plan
 from torch_pi2.types.site import FFNSite, LinearRef
 
-#: Smaller tensors are read into memory, and converted if the model computes in another dtype.
+#: Smaller tensors are read into memory, and converted to the model's dtype.
 _SMALL_BYTES = 1 << 20
 
 
 def refs_of(site: FFNSite) -> list[tuple[str, LinearRef]]:
-    """Role and reference of the site's matrices, in the order of a neuron's rows."""
+    """Role and reference of the site's matrices, in the row order of a neuron."""
     gate = [] if site.gate is None else [("gate", site.gate)]
     return [*gate, ("up", site.up), ("down", site.down)]
 
 
 def bound_plan(plan: Plan, strategies: Mapping[str, str], dense: Mapping[str, str], model_hash: str) -> Plan:
-    """``plan`` with the layers in ``strategies`` alone, bound to ``model_hash``, with the reason why others stay dense.
+    """``plan`` with only the layers in ``strategies``, bound to ``model_hash``, with the reasons why others stay dense.
 
-    The hash covers all layers: statistics and predictors have the same one.
+    The hash covers all layers, as that of statistics and predictors does.
     """
     if not dense:
         return replace(plan, model_hash=model_hash)
     made_by = plan.made_by | {"left": {**plan.made_by.get("left", {}), **dense}}
     layers = [layer for layer in plan.layers if layer.site.key in strategies]
-    return Plan(layers, model_hash, made_by)  # without hardware, which is by layer
+    return Plan(layers, model_hash, made_by)  # without hardware, which lists all layers
 
 
 class Packed(NamedTuple):
     """A matrix in few bits.
 
     Attributes:
-        kind: the checkpoint's name for its type. bits: a weight. format: ours for it. kept: that has its integers; else
-            it is rounded to it. exact: that has its scales as well, so that nothing is rounded.
+        kind: the checkpoint's type. bits: per weight. format: our format for it. kept: the format holds its integers;
+            otherwise the matrix is rounded. exact: the format holds its scales as well.
     """
 
     kind: str
@@ -71,17 +71,17 @@ class PackedSource(Source, Protocol):
     """A checkpoint with matrices in few bits.
 
     Attributes:
-        about: of what model it is, for messages. by_neuron: columns of down lie together, as rows.
+        about: the model, for messages. by_neuron: down matrices are stored transposed, one row per neuron.
     """
 
     about: str
     by_neuron: bool
 
     def packed(self, name: str) -> Packed | None:
-        """What matrix ``name`` is; None: floats."""
+        """Type and format of matrix ``name``; None: floats."""
 
     def own_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows ``[start, stop)`` of a matrix that is ``kept``, in its ``format``, uint8."""
+        """Rows ``[start, stop)`` of a ``kept`` matrix in its ``format``, uint8."""
 
     def unused(self) -> list[str]:
         """Tensors that were not read."""
@@ -106,10 +106,8 @@ class Stored:
         return next(known, stored_name(self.checkpoint, parameter))
 
     def checked(self, parameter: str, *, floats: bool = False) -> Spec:
-        """Shape and dtype of the checkpoint's tensor.
-
-        Raises:
-            ArtifactError: another shape than the model's. DtypeError: ``floats`` are needed, and it has none.
+        """Shape and dtype of the checkpoint's tensor. Raises ArtifactError: another shape than the model's. DtypeError:
+        ``floats`` is set, and the tensor is not float.
         """
         name, wanted = self.name(parameter), tuple(now(self.model, parameter).shape)
         if floats:
@@ -120,11 +118,11 @@ class Stored:
         return spec
 
     def place_layers(self, plan: Plan, needed: bool) -> tuple[dict[str, str], dict[str, str]]:
-        """Site key -> one of ``STRATEGIES``; and why other layers cannot be replaced, which is logged: they stay dense.
+        """Site key -> one of ``STRATEGIES``, and the reasons why other layers stay dense, which are logged.
 
         Raises:
-            UnsupportedModelError: none can be, and one is ``needed``, or some are experts.
-            ArtifactError, DtypeError, NonFiniteError: the checkpoint's tensors cannot be those of a layer.
+            UnsupportedModelError: no layer can be replaced, and one is ``needed``, or some are experts.
+            ArtifactError, DtypeError, NonFiniteError: the checkpoint's tensors do not fit a layer.
         """
         for layer in plan.layers:
             self._check_site(layer.site)
@@ -140,12 +138,12 @@ class Stored:
                 strategies |= dict.fromkeys(keys, found)
             elif group[0].site.experts is None:
                 refused |= dict.fromkeys(keys, found)
-            else:  # checkpoints store experts in another form than a dense model
+            else:  # checkpoints store experts in another layout than dense models
                 raise found
         return strategies, log_skipped(refused, bool(strategies) or not needed)
 
     def _check_site(self, site: FFNSite) -> None:
-        """Raises ArtifactError or DtypeError if the checkpoint's tensors cannot be those of ``site``."""
+        """Raises ArtifactError or DtypeError: the checkpoint's tensors do not fit ``site``."""
         for role, ref in refs_of(site):
             if ref.expert is not None:
                 found = ExpertMatrix(self.checkpoint, site, ref, role)
@@ -160,7 +158,7 @@ class Stored:
                     self.checked(name, floats=True)
 
     def _try(self, group: list[LayerPlan]) -> str | UnsupportedModelError:
-        """How a layer, or all experts of one module, can be replaced, or why not; tried with random numbers."""
+        """How a layer, or all experts of a module, can be replaced, or why not; tried with random weights."""
         site = group[0].site
         names = {name for _, ref in refs_of(site) for name in (ref.weight, ref.bias) if name}
         empty = {name: self.model.get_parameter(name) for name in sorted(names)}
@@ -173,7 +171,7 @@ class Stored:
                 put(self.model, [name], made)
             return tried_strategy(self.model, group)
         except UnsupportedModelError as error:
-            return error.with_traceback(None)  # a traceback would keep the weights in memory
+            return error.with_traceback(None)  # a traceback would hold the weights
         finally:
             for name, parameter in empty.items():
                 put(self.model, [name], parameter)
@@ -185,7 +183,7 @@ class Stored:
 
 
 def _form(group: list[LayerPlan]) -> Any:
-    """What layers have in common if the same replacement fits all of them."""
+    """The properties that layers share if the same replacement fits all of them."""
     site = group[0].site
     if site.experts is not None:
         return (site.owner_class, site.activation, site.intermediate, len(group))
@@ -197,18 +195,18 @@ def _form(group: list[LayerPlan]) -> Any:
 def load_mapped(
     folder: str | Path, *, scratch: str | Path | None = None, trust_remote_code: bool = False, progress: bool = False
 ) -> nn.Module:
-    """The dense model of a float checkpoint, in evaluation mode, with weights in mapped files.
+    """The dense model of a float checkpoint, in evaluation mode, with its weights in mapped files.
 
     In :func:`torch_pi2.profile` and :func:`torch_pi2.fit` a module's weights take memory only while it is called. The
     dtype is that of the configuration.
 
     Args:
-        scratch: folder for temporary files, into which the experts of a layer are stacked if the checkpoint has them
-            one by one (default: ``folder``). They take as many bytes as in the checkpoint.
+        scratch: folder for temporary files of as many bytes as in the checkpoint, in which a layer's experts are
+            stacked if the checkpoint stores them one by one (default: ``folder``).
 
     Raises:
-        ArtifactError: something is missing or damaged, no float weights, or ``scratch`` has too little space.
-        DtypeError: weights of another dtype than the configuration's.
+        ArtifactError: something is missing or damaged, no float weights, or too little space in ``scratch``.
+            DtypeError: weights of another dtype than the configuration's.
     """
     folder = Path(folder)
     check_float(folder, read_config(folder))
@@ -231,7 +229,7 @@ def load_mapped(
 
 
 def largest_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """The dtype of its largest tensor, where a configuration names none."""
+    """The dtype of the largest tensor, for configurations without one."""
     return max(map(checkpoint.spec, checkpoint.names()), key=lambda spec: spec.nbytes).dtype
 
 
@@ -252,10 +250,8 @@ def _read(checkpoint: Checkpoint, name: str, now: torch.Tensor) -> torch.Tensor:
 
 
 def _stack_experts(stored: Stored, scratch: Path, files: list[MappedFile], progress: bool) -> set[str]:
-    """Stack experts that the checkpoint has one by one into new mapped ``files``; the names of the parameters.
-
-    Raises:
-        ArtifactError: there is too little space.
+    """Stack experts stored one by one in new mapped ``files``; returns the names of the parameters. Raises
+    ArtifactError: there is too little space.
     """
     parts: dict[str, list[tuple[FFNSite, str, LinearRef]]] = defaultdict(list)
     for site in search(on_meta(stored.model), on_meta=True, needed=False).sites:

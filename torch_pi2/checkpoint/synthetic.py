@@ -1,9 +1,8 @@
-"""``torch_pi2.synthetic``: writes a checkpoint with random weights and the sizes of a real model.
+"""``torch_pi2.synthetic``: writes a checkpoint with random weights and the sizes of a real model, to measure speed.
 
-For speed, never for quality. The feed-forward neurons fire as often as the papers measure
-(:mod:`torch_pi2.store.synthetic`): every embedding row is a fixed direction d of +-1 plus as much noise, the blocks add
-little to it, and norms pass it on. So every layer sees ``(d + n) / sqrt(2)``, with noise n that is another for every
-token.
+The neurons fire as often as published measurements say (:mod:`torch_pi2.store.synthetic`). Every embedding row is a
+fixed direction d of +-1 plus equally strong noise. The blocks add little, and norms pass it on, so every layer sees
+``(d + n) / sqrt(2)`` with noise n that differs between tokens.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from torch_pi2.types.method import Method
 from torch_pi2.types.plan import LayerPlan, Plan
 from torch_pi2.types.site import ExpertsForm, FFNSite, LinearRef
 
-#: What a block adds, relative to the noise of the embedding: 64 blocks change the stream by 16 %.
+#: Output of a block relative to the noise of the embedding: 64 blocks change the stream by 16 %.
 _BLOCK = 0.02
 #: Rows made at a time.
 _CHUNK = 2048
@@ -72,14 +71,14 @@ def synthetic(
     seed: int = 0,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Write a synthetic model to ``folder``; returns what it is (also in its config.json).
+    """Write a synthetic model to ``folder``; returns its description (also in its config.json).
 
-    Memory stays at some hundred MB whatever the size. Norms and embedding are bfloat16, everything else quantised; or
-    all is float. Layers are ReGLU, or SwiGLU with ``active=1``.
+    Memory stays at some hundred MB whatever the size. Norms and embedding are bfloat16 and everything else is
+    quantised, or everything is float. Layers are ReGLU, or SwiGLU with ``active=1``.
 
     Args:
         shape: a name in ``torch_pi2.store.synthetic.SHAPES``, or configuration values with ``model_type`` llama,
-            mistral, qwen2, mixtral, qwen3_moe or olmoe. Routers of experts choose all of them about equally often.
+            mistral, qwen2, mixtral, qwen3_moe or olmoe. Routers choose all experts about equally often.
         active: mean share of neurons that fire for a token, in every layer. 1: all of them, as in SwiGLU, without a
             predictor (``predictor=None``).
         weights: ``int4``, ``int8``, or ``float32``, ``bfloat16`` or ``float16``, which quantise nothing.
@@ -87,12 +86,12 @@ def synthetic(
         hot_frequency: neurons that fire for at least this share of tokens are hot (default: that of Config).
         layers: another number of layers than the shape's.
         locality: part of the noise that tokens of one topic share (:mod:`torch_pi2.store.synthetic`); 0: none.
-        distinct_layers: feed-forward weights are made for so many layers; the others are copies of them, each stored
-            separately, which gives the size and the reads of the whole model in less time.
+        distinct_layers: number of layers whose feed-forward weights are generated; the others are copies, each stored
+            separately, with the size and the reads of the whole model in less time.
 
     Raises:
-        ConfigError: a setting makes no sense. ArtifactError: the folder cannot be written, or holds other files.
-        LibraryMissingError: transformers is not installed.
+        ConfigError: an invalid setting. ArtifactError: the folder cannot be written, or holds other files.
+            LibraryMissingError: transformers is not installed.
     """
     load_library()
     for name, value, good, expected in (
@@ -134,14 +133,12 @@ def synthetic(
 
 
 class _Writer:
-    """Writes the folder ``pi2/`` of one synthetic model."""
-
     def __init__(self, config: Any, label: dict[str, Any], progress: bool) -> None:
         from transformers import AutoModelForCausalLM
 
         self.config, self.label, self.progress = config, label, progress
         self.kind = str(label["weights"])
-        self.dtype = DTYPES.get(self.kind, torch.bfloat16)  # of what is not quantised
+        self.dtype = DTYPES.get(self.kind, torch.bfloat16)  # of float tensors
         self.hidden = config.hidden_size
         self.experts = getattr(config, "num_local_experts", getattr(config, "num_experts", 0))
         self.intermediate = getattr(config, "moe_intermediate_size", config.intermediate_size)
@@ -155,11 +152,11 @@ class _Writer:
         else:
             self._p = power_law(self.intermediate, float(label["active"]))
         hot = self.intermediate if self._swiglu else int((self._p >= float(label["hot_frequency"])).sum())
-        # which neurons of an expert are hot would depend on how often it is chosen
+        # hot neurons of an expert would depend on how often it is chosen
         self.n_hot = 0 if self.experts else hot
 
     def sites(self) -> list[FFNSite]:
-        """As ``find_sites`` finds them."""
+        """The same sites as from ``find_sites``."""
         owners = [f"model.layers.{i}.mlp" for i in range(self.config.num_hidden_layers)]
         activation = "silu" if self._swiglu else "relu"
         sites: list[FFNSite] = []
@@ -234,7 +231,7 @@ class _Writer:
         elif name.endswith("bias"):
             yield 0, torch.randn(shape, generator=self._generator) * 0.1
         elif name.endswith("mlp.gate.weight"):
-            # nothing along d, which all tokens have, and of one length: experts are chosen about equally often
+            # orthogonal to d, which all tokens have, and of one length: experts are chosen about equally often
             router = torch.randn(shape, generator=self._generator)
             router -= (router @ self._d)[:, None] * (self._d / self.hidden)
             yield 0, router / router.norm(dim=1, keepdim=True)
@@ -243,7 +240,7 @@ class _Writer:
 
     def _write_site(self, site: FFNSite, out: TensorWriter, predictors: FittedPredictors) -> None:
         gate = GateMaker(self._d, self._p, self.kind, self._generator, rank=int(self.label["rank"]))
-        # h = relu(gate) up has a second moment of about 1/4 where it is not zero, h = silu(gate) up of about 1/8
+        # second moment of h: about 1/4 for relu(gate) up where it is not zero, about 1/8 for silu(gate) up
         moment = 1 / 8 if self._swiglu else float(self.label["active"]) / 4
         down = _BLOCK / math.sqrt(moment * self.intermediate)
         for start in range(0, self.intermediate, _CHUNK):

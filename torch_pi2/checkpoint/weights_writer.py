@@ -25,9 +25,9 @@ from torch_pi2.store.weights import NO_EMBEDDINGS, NO_FORMATS, WEIGHTS_FILE, met
 from torch_pi2.types.plan import LayerPlan, Plan
 from torch_pi2.types.site import FFNSite, LinearRef
 
-#: Float32 bytes of the rows that are converted at a time.
+#: Rows converted at a time, in bytes of float32.
 _CHUNK = 2 << 20
-#: Bytes of neurons made at a time. Matrices are read once for each such group of neurons.
+#: Bytes of neurons built at a time; matrices are read once per such group.
 _GROUP = 384 << 20
 NO_ROWS: Mapping[str, torch.Tensor] = {}
 #: In the header until the hash is known.
@@ -36,7 +36,7 @@ NO_HASH = "0" * 64
 
 @dataclass
 class QuantizeReport:
-    """What :func:`torch_pi2.quantize` did.
+    """Result of :func:`torch_pi2.quantize`.
 
     Attributes:
         weights: the format. bytes_in, bytes_out: of the weight files. seconds: wall time.
@@ -54,15 +54,15 @@ class QuantizeReport:
 
 
 class Quantizer:
-    """Writes the weights file of one model, with neurons and rows in few bits, or with neurons in floats.
+    """Writes the weights file of a model, with quantised neurons and rows, or with float neurons.
 
     Args:
         stored: the model's skeleton and its checkpoint. plan: with the checkpoint's ``model_hash``, or ``NO_HASH``.
-        strategies: the layers that become neurons, by key, as :meth:`Stored.place_layers` finds them.
-        linears: name -> inputs of the other linear layers to quantise. kind: the format, which may be one of floats.
-        formats: other formats, by linear layer, embedding and site key. embeddings: name -> width of those to quantise.
-        rows: calibrated rows, which are written instead of rounded weights, under the keys of
-            :mod:`torch_pi2.fitting.gptq_model`.
+        strategies: site key -> strategy of the layers that become neurons, from :meth:`Stored.place_layers`.
+        linears: name -> number of inputs of other linear layers to quantise. kind: the format, possibly a float one.
+        formats: exceptions from ``kind``, by linear layer, embedding and site key. embeddings: name -> width of those
+            to quantise.
+        rows: calibrated rows to write instead of rounded weights, by keys of :mod:`torch_pi2.fitting.gptq_model`.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Quantizer:
         self._held: dict[torch.dtype, torch.Tensor] = {}
 
     def write(self, folder: Path, progress: bool) -> tuple[QuantizeReport, str]:
-        """Write the file into ``folder``; the report, and the hash of the float feed-forward weights."""
+        """Write the file into ``folder``; returns the report and the hash of the float feed-forward weights."""
         specs = {name: self._of.checked(name) for name in self._floats}
         specs |= {name: Spec(self._of.checked(name).shape, torch.float32) for name in self._biases}
         for name, columns in self._in_rows.items():
@@ -116,7 +116,7 @@ class Quantizer:
             for layer in self._plan.layers:
                 if layer.site.key in self._strategies:
                     report.errors[layer.site.key] = self._write_site(layer, out, digest)
-                else:  # part of the hash all the same, as when the model is rewritten in memory
+                else:  # the hash covers dense layers too, as when the model is rewritten in memory
                     self._add_to(digest, layer.site)
             found = digest.hexdigest()
             if self._plan.model_hash not in (found, NO_HASH):
@@ -138,7 +138,7 @@ class Quantizer:
 
     @property
     def _in_rows(self) -> dict[str, int]:
-        """Linears and embeddings with rows of their own, and their columns; linears tied to an embedding have none."""
+        """Columns of quantised linears and embeddings that own their rows (a linear tied to an embedding does not)."""
         own = {name: n for name, n in self._linears.items() if not self._is_tied(name)}
         return {**self._embeddings, **own}
 
@@ -158,7 +158,7 @@ class Quantizer:
     def _rows(
         self, values: torch.Tensor, name: str, error: RelativeError, kind: str, given: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """``values`` in the format ``kind``, uint8, or their ``given`` calibrated rows."""
+        """``values`` in format ``kind``, uint8, or the calibrated rows ``given`` for them."""
         if kind in FLOATS:
             return converted(values, DTYPES[kind], name).view(torch.uint8)
         rows = quantize_rows(name, values, kind) if given is None else given
@@ -168,7 +168,7 @@ class Quantizer:
     def _write_site(self, layer: LayerPlan, out: TensorWriter, digest: Any) -> float:
         site, order, kind = layer.site, layer.order.long(), self._format_of(layer.site)
         spec, error = neuron_specs(site, kind)[f"{site.key}.bundles"], RelativeError()
-        # of floats half of them, which with a matrix take less than the layer does
+        # half of float neurons: with one matrix they take less memory than the layer
         most = -(-site.intermediate // 2) if kind in FLOATS else site.intermediate
         group = max(1, min(most, _GROUP * site.intermediate // spec.nbytes))
         for first in range(0, site.intermediate, group):
@@ -196,7 +196,7 @@ class Quantizer:
         kind: str,
         error: RelativeError,
     ) -> None:
-        """Fill ``rows`` with those of ``neurons`` of a ``matrix`` in the format ``kind``."""
+        """Fill ``rows``, in format ``kind``, with those of ``neurons`` in ``matrix``."""
         by_neuron, calibrated = matrix.T if role == "down" else matrix, self._given.get(neuron_key(site, role))
         step = max(1, _CHUNK // (4 * site.hidden))
         for start in range(0, len(neurons), step):
@@ -208,13 +208,12 @@ class Quantizer:
             rows[start : start + step] = made
 
     def _format_of(self, site: FFNSite) -> str:
-        """The format of its neurons, or the two."""
         return self._formats.get(site.key, self._kind)
 
     def _as_stored(
         self, site: FFNSite, ref: LinearRef, role: str, neurons: torch.Tensor, kind: str
     ) -> torch.Tensor | None:
-        """Rows of ``neurons`` that the checkpoint has in ``kind``; None: it has not."""
+        """Rows of ``neurons`` as the checkpoint stores them, if that is in ``kind``; otherwise None."""
         return None
 
     def _write_biases(self, layer: LayerPlan, out: TensorWriter, digest: Any) -> None:
@@ -245,7 +244,7 @@ class Quantizer:
         return matrix
 
     def _scratch(self, spec: Spec) -> torch.Tensor:
-        """Memory that every layer reuses: malloc may keep freed memory, which would add up."""
+        """Memory shared by all layers, because malloc may keep freed memory."""
         size = math.prod(spec.shape)
         held = self._held.get(spec.dtype)
         if held is None or held.numel() < size:
@@ -254,7 +253,8 @@ class Quantizer:
 
 
 def converted(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """``values`` of the checkpoint's tensor ``name`` in ``dtype``. Raises NonFiniteError: NaN or infinite there."""
+    """``values`` of the checkpoint's tensor ``name`` in ``dtype``. Raises NonFiniteError: NaN or infinity in ``dtype``.
+    """
     made = values.to(dtype)
     if not made.numel() or all(map(math.isfinite, map(float, made.aminmax()))):
         return made
@@ -275,6 +275,6 @@ def row_chunks(spec: Spec) -> Iterator[tuple[int, int]]:
 
 
 def update_digest(digest: Any, tensor: torch.Tensor) -> None:
-    """As :func:`torch_pi2.types.plan.weights_hash` does."""
+    """Hash a tensor as :func:`torch_pi2.types.plan.weights_hash` does."""
     digest.update(str(tuple(tensor.shape)).encode() + str(tensor.dtype).encode())
     digest.update(tensor.contiguous().view(torch.uint8).reshape(-1).numpy().data)

@@ -1,7 +1,6 @@
 """``Coordinator``: one process decides what a group computes and broadcasts its calls (docs/DISTRIBUTED.md).
 
-A call is a name with numbers, text and tensors: nothing that could be executed. Which methods may be called is decided
-by the receiver.
+A call is a name with numbers, text and tensors; it contains no code. The receiver decides which methods may be called.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ from torch_pi2.errors import (
 
 #: Size of the first send in bytes, enough for a decoding step. Longer messages take a second send.
 _FIRST_BYTES = 1024
-#: Seconds between two heartbeats of the coordinator, at most.
+#: Longest interval between heartbeats of the coordinator.
 _HEARTBEAT_S = 1.0
-#: Messages that are not calls: a heartbeat; the end.
+#: Names of messages other than calls.
 _HEARTBEAT, _END = "", "."
-#: Numbers of called objects, unique over all coordinators that this process has had.
+#: Numbers of called objects, unique over all coordinators of this process.
 _numbers = itertools.count(1)
-#: Errors that refuse a call before any of it is done, in all processes alike.
+#: Errors that all processes raise alike, before a call has any effect.
 _REFUSALS = (ConfigError, DeviceError, DtypeError, ShapeError, UnsupportedModelError)
 
 
@@ -51,10 +50,10 @@ class Call:
     """A call that all processes make.
 
     Attributes:
-        name: of the method. target: number of the object that has it; None: the model.
+        name: of the method. target: number of its object; None: the model.
         args, kwargs: None, numbers, texts, tensors, and lists of these.
         sparse: whether it is made within :func:`~torch_pi2.layers.prompt.sparse_only`.
-        gone: numbers of objects that are not used any more. raised: whether the previous call raised an error.
+        gone: numbers of objects that are no longer used. raised: whether the previous call raised an error.
     """
 
     name: str
@@ -75,7 +74,7 @@ class _Channel:
             self._gloo = dist.new_group(backend="gloo", timeout=timedelta(seconds=group.timeout_s))
 
     def send(self, message: torch.Tensor) -> None:
-        """``message``: uint8 ``[n]``. Raises GroupError."""
+        """Send ``message``, uint8 ``[n]``. Raises GroupError."""
         size = torch.tensor([len(message)], dtype=torch.int64, device="cpu").view(torch.uint8)
         padding = message.new_zeros(max(0, _FIRST_BYTES - len(size) - len(message)))
         first, rest = torch.cat([size, message, padding]).tensor_split([_FIRST_BYTES])
@@ -85,7 +84,7 @@ class _Channel:
                 self._broadcast(rest)
 
     def receive(self) -> torch.Tensor:
-        """The message that was sent. Raises GroupError."""
+        """Raises GroupError."""
         first = torch.empty(_FIRST_BYTES, dtype=torch.uint8, device="cpu")
         with self._group.together():
             self._broadcast(first)
@@ -101,13 +100,11 @@ class _Channel:
 
 
 class Coordinator:
-    """What :func:`torch_pi2.lead` returns in the first process: while it is open, the others repeat its calls.
+    """Returned by :func:`torch_pi2.lead` in the first process: while it is open, the others repeat its calls.
 
-    Calls of several threads are made one after another. SIGINT and SIGTERM that arrive during a call of the main thread
-    are handled after it, a second one at once: a call that only some processes make would end them all.
-
-    Attributes:
-        within: whether a call is being made that the others make too.
+    Calls from several threads are serialised. SIGINT and SIGTERM during a call of the main thread are handled after it,
+    a second one at once, because a call that only some processes make would end them all. ``within`` says whether a
+    shared call is in progress.
     """
 
     def __init__(self, group: Group) -> None:
@@ -124,7 +121,7 @@ class Coordinator:
         """While this is entered, the others make the same call. Calls within another call are not broadcast.
 
         Raises:
-            ConfigError: an argument that cannot be sent. GroupError: a process is lost, or has failed.
+            ConfigError: an argument that cannot be sent. GroupError: a process is lost or has failed.
         """
         with _deferred_signals(), self._lock:
             if self.within:
@@ -139,14 +136,14 @@ class Coordinator:
                 self.within = False
 
     def number(self, target: object) -> int:
-        """The number by which the others know ``target``, until it is garbage-collected."""
+        """The others' number for ``target``, until it is garbage-collected."""
         number = next(_numbers)
         self._known.add(number)
         weakref.finalize(target, self._forget, number).atexit = False
         return number
 
     def knows(self, number: int | None) -> bool:
-        """Whether the others have an object with this number. They have none of an earlier coordinator."""
+        """Whether the others have an object with this number, not one of an earlier coordinator."""
         return number in self._known
 
     def _forget(self, number: int) -> None:
@@ -159,7 +156,7 @@ class Coordinator:
             if self._closed.is_set():
                 return
             self._closed.set()
-            with suppress(GroupError):  # a process that is lost is not needed any more
+            with suppress(GroupError):  # a lost process is no longer needed
                 self._send(Call(_END))
             self._group.coordinator, self._group.coordinated = None, False
         self._heartbeats.join()
@@ -171,14 +168,14 @@ class Coordinator:
         self._raised = False
 
     def _send_heartbeats(self) -> None:
-        """While no call is made: the others learn that this process lives, and it notices if one of them has ended."""
+        """Between calls, show the others that this process lives, and detect whether one of them has ended."""
         while not self._closed.wait(min(_HEARTBEAT_S, self._group.timeout_s / 4)):
             if not self._lock.acquire(blocking=False):
                 continue
             try:
                 if not self._closed.is_set():
                     self._send(Call(_HEARTBEAT))
-            except Exception:  # it is the group's ``failure``, which the next call raises
+            except Exception:  # stored as the group's ``failure``, which the next call raises
                 return
             finally:
                 self._lock.release()
@@ -198,8 +195,8 @@ class Coordinator:
 def follow(group: Group, make: Callable[[Call], object], forget: Callable[[Sequence[int]], object]) -> None:
     """Repeat the calls of the first process with ``make`` until it has closed its :class:`Coordinator`.
 
-    ``forget`` gets the numbers of objects that are not used any more. Errors that refuse a call are raised in the first
-    process too, which reports them. After any other error this process ends the group.
+    ``forget`` gets the numbers of objects that are no longer used. Errors that refuse a call are raised, and reported,
+    in the first process too. After any other error this process ends the group.
     """
     channel, refused = _Channel(group), list[Pi2Error]()
     group.coordinated = True
@@ -281,7 +278,7 @@ def _unpacked(message: torch.Tensor) -> Call:
 
 @contextmanager
 def _deferred_signals() -> Iterator[None]:
-    """SIGINT and SIGTERM that arrive meanwhile are handled afterwards; a second one is handled at once."""
+    """SIGINT and SIGTERM during the block are handled after it; a second one is handled at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,7 +1,7 @@
-"""``Group``: processes that compute one model together, and which of them caused a failure.
+"""``Group``: processes that compute one model together, and diagnosis of which one caused a failure.
 
-A process that fails writes that into the group's key-value store before it raises. One that was killed or hangs writes
-nothing, which is how the others know.
+A process that fails writes the reason into the group's key-value store before it raises. One that was killed or hangs
+writes nothing, which identifies it.
 """
 
 from __future__ import annotations
@@ -21,29 +21,28 @@ from torch_pi2.errors import ConfigError, GroupError, Pi2Error
 
 Result = TypeVar("Result")
 
-#: How long to wait for the others' word on who has failed. They notice a killed process within milliseconds of each
+#: Seconds to wait for the others' reports after a failure. They notice a killed process within milliseconds of each
 #: other, and one that hangs within a second.
 _ASKING_S = 2.0
-#: Texts that occur in gloo's errors, wherever they are raised.
+#: Texts in gloo's errors.
 _GLOO_ERRORS = ("gloo", "onnection closed by peer", "onnection reset", "Timed out waiting", "Broken pipe")
 
 
-#: Groups by the names that operators have for them: compiled code knows only the name.
+#: Groups by name: compiled code knows only the name.
 groups: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
 
 
 def _broadcast(own: torch.Tensor, root: int, group_name: str) -> torch.Tensor:
-    """The tensor of process ``root`` of a group; all processes have one of this shape."""
-    # Not by PyTorch's wrapper, whose results wait when they are first used: a recorded graph would not see that.
+    """The tensor of process ``root`` of a group; the tensors of all processes have one shape."""
+    # PyTorch's wrapper waits when its result is first used, which a recorded graph would not see.
     ops = torch.ops._c10d_functional
     result: torch.Tensor = ops.wait_tensor(ops.broadcast(own.contiguous(), root, group_name))
     return result
 
 
 def of_each(make: Callable[[], Result]) -> list[Result]:
-    """What ``make`` returns in each process of the default group, by rank.
-
-    An error in one of them is raised in all; if one has ended, Pi2Error.
+    """Results of ``make`` in all processes of the default group, by rank. An error in one of them is raised in all,
+    Pi2Error if one has ended.
     """
     result, own = None, None
     try:
@@ -70,7 +69,7 @@ def of_each(make: Callable[[], Result]) -> list[Result]:
 
 
 def _as_message(error: Exception) -> tuple[type[Pi2Error], dict[str, str]]:
-    """An error as it is sent to the others: not all errors can be pickled."""
+    """An error in a form that can always be pickled."""
     if isinstance(error, Pi2Error):
         return type(error), {name: getattr(error, name) for name in ("what", "expected", "found", "fix")}
     what = f"process {dist.get_rank()} of {dist.get_world_size()} that load one model"
@@ -85,11 +84,11 @@ class Group:
         timeout_s: a process that does not answer for this long counts as lost.
 
     Attributes:
-        rank: number of this process. size: number of processes. name: what operators call the group.
-        coordinated: whether the first process broadcasts its calls. coordinator: in the first one, its
+        rank: number of this process. size: number of processes. name: of the group in operators.
+        coordinated: whether the first process broadcasts its calls. coordinator: there, its
             :class:`~torch_pi2.distributed.coordinator.Coordinator`.
         divides_kv: whether each process has only the keys and values of its own layers.
-        logits_checked: whether a pipeline's logits were compared with NaN, which is done once.
+        logits_checked: whether a pipeline's logits were checked for NaN, which is done once.
     """
 
     coordinated = False
@@ -105,7 +104,7 @@ class Group:
         self._pairs: list[str] = []
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:
-        """``own`` of all processes, of one shape, joined along the first dimension in the order of ranks."""
+        """``own`` of all processes, of one shape, concatenated along the first dimension by rank."""
         ops = torch.ops._c10d_functional  # as in _broadcast
         result: torch.Tensor = ops.wait_tensor(ops.all_gather_into_tensor(own.contiguous(), self.size, self.name))
         return result
@@ -115,7 +114,7 @@ class Group:
         return _broadcast(own, rank, self.name)
 
     def connect_neighbours(self) -> None:
-        """Allow :meth:`send_next` between each process and the next. All processes call this at the same time."""
+        """Prepare :meth:`send_next` between each process and the next. All processes call this at the same time."""
         self.divides_kv = True
         for rank in range(self.size - 1):
             self._pairs.append(self._new_group((rank, rank + 1)))
@@ -134,7 +133,7 @@ class Group:
         return str(group.group_name)
 
     def check_same(self, what: str, call: object) -> None:
-        """Raises ConfigError, in all processes, unless ``repr(call)`` is the same in all."""
+        """Raises ConfigError, in all processes: ``repr(call)`` differs between them."""
         digest = int.from_bytes(hashlib.sha256(repr(call).encode()).digest()[:7], "little")
         with self.together():
             digests = self.gather(torch.tensor([digest], dtype=torch.int64, device="cpu")).tolist()
@@ -148,7 +147,7 @@ class Group:
             )
 
     def run(self, work: Callable[..., torch.Tensor], *arguments: Any, **named: Any) -> torch.Tensor:
-        """``work(*arguments, **named)`` within :meth:`together`; compiled code is run within it by its caller."""
+        """``work(*arguments, **named)`` within :meth:`together`; callers of compiled code enter that themselves."""
         if torch.compiler.is_compiling():
             return work(*arguments, **named)
         with self.together():
@@ -156,8 +155,8 @@ class Group:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """All processes do what is done within it. After a failure the group computes nothing more: the others would
-        take the next message for something else.
+        """The block is executed by all processes. After a failure the group refuses to compute, because the others
+        would misread later messages.
 
         Raises:
             GroupError: the group has failed before, or another process has ended, hangs, or has failed.
@@ -172,7 +171,7 @@ class Group:
         try:
             yield
         except BaseException as error:
-            if self._failed is not None:  # raised within another one, which has reported it
+            if self._failed is not None:  # already reported by an inner block
                 raise
             explained = self._explained(error)
             self._failed = explained or error
@@ -183,13 +182,13 @@ class Group:
             raise
 
     def fail(self, error: BaseException) -> None:
-        """End the group because of ``error``, raised by this process, and tell the others."""
+        """End the group because of ``error`` in this process, and tell the others."""
         self._failed = error
         self._publish(f"failed/{self.rank}", f"{type(error).__name__}: {error}")
 
     @property
     def failure(self) -> GroupError | None:
-        """Why the group has failed; None: it has not."""
+        """Why the group has failed, or None."""
         error = self._failed
         if error is None or isinstance(error, GroupError):
             return error
@@ -201,9 +200,9 @@ class Group:
             dist.destroy_process_group(self._groups.pop())
 
     def _explained(self, error: BaseException) -> GroupError | None:
-        """Which process has ended or hangs, if that is the cause of ``error``."""
+        """The process that has ended or hangs, if that caused ``error``."""
         if type(error) is not RuntimeError or not any(word in str(error) for word in _GLOO_ERRORS):
-            return None  # our own errors may contain these words too
+            return None  # our own errors may contain these texts
         return self._lost(*self._culprit())
 
     def _lost(self, who: str, message: str) -> GroupError:
@@ -215,7 +214,7 @@ class Group:
         )
 
     def _culprit(self) -> tuple[str, str]:
-        """Which processes are lost, and the error if they have published one; this one, if no other is."""
+        """The lost processes, with the error that they published, if any; this process if there is no other."""
         self._publish(f"noticed/{self.rank}", "")
         self._leave()
         others, until = [rank for rank in range(self.size) if rank != self.rank], time.monotonic() + _ASKING_S
@@ -242,10 +241,10 @@ class Group:
         return "" if value is None else str(value.decode(errors="replace"))
 
     def _with_store(self, name: str, call: Callable[[str], Any]) -> Any:
-        """What ``call`` returns for a key; None: the store was in the process that has ended."""
+        """Result of ``call`` for a key; None: the process with the store has ended."""
         try:
             return call(f"torch_pi2/{self.name}/{name}")
-        except RuntimeError:  # all errors of torch.distributed are
+        except RuntimeError:  # base of all errors of torch.distributed
             return None
 
     def __deepcopy__(self, _memo: Any) -> Group:

@@ -1,4 +1,4 @@
-"""Loads the shard of this process and joins the others in a group of ``torch.distributed`` (docs/DISTRIBUTED.md)."""
+"""Loads this process' shard and joins the group in ``torch.distributed`` (docs/DISTRIBUTED.md)."""
 
 from __future__ import annotations
 
@@ -25,15 +25,13 @@ from torch_pi2.store.storefile import StoreReader
 from torch_pi2.types.plan import Plan
 from torch_pi2.types.shard import GroupConfig, Shard
 
-#: Settings in config.json that may differ between shards; the dtype is compared where it is chosen.
+#: Keys of config.json that may differ between shards; the dtype is compared separately.
 _IGNORED = ("_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype")
 
 
 def own_shard(folder: Path) -> Path:
-    """The folder of this process' shard if ``folder`` has shards in it, else ``folder``.
-
-    Raises:
-        ConfigError: this process is in no group of that size, or its shard is not here.
+    """The folder of this process' shard if ``folder`` has shards in it, else ``folder``. Raises ConfigError: this
+    process is in no group of that size, or its shard is missing.
     """
     shards = shards_in(folder)
     if not shards:
@@ -51,7 +49,7 @@ def own_shard(folder: Path) -> Path:
 
 
 def _check_group(what: str, ranks: int) -> int:
-    """The number of this process. Raises ConfigError: it is in no group of ``ranks``."""
+    """This process' rank. Raises ConfigError: it is in no group of ``ranks``."""
     grouped = dist.is_available() and dist.is_initialized()
     size = dist.get_world_size() if grouped else 1
     if size != ranks:
@@ -79,7 +77,6 @@ class Membership:
 
     @property
     def own(self) -> Shard:
-        """The shard of this process."""
         return self.shards[self.group.rank]
 
     def share(self, key: str) -> Share:
@@ -87,7 +84,7 @@ class Membership:
         return Share(self.group, self.shards, key, self.reduction)
 
     def connect(self, model: Any) -> None:
-        """Let a loaded ``model`` exchange with the other processes. Raises UnsupportedModelError."""
+        """Connect a loaded ``model`` with the other processes. Raises UnsupportedModelError."""
         if self.own.by_layers:
             connect_stages(model, self.own, self.group)
         else:
@@ -95,17 +92,15 @@ class Membership:
 
 
 def join(reader: StoreReader, plan: Plan, hf: Any, how: GroupConfig, settings: Mapping[str, Any]) -> Membership:
-    """Join the group; all processes call this with a ``reader`` of their shard.
-
-    From now on all of them draw the random numbers that the first one draws.
+    """Join the group; all processes call this with a ``reader`` of their shard, and from then on draw the same random
+    numbers.
 
     Args:
-        hf: configuration of the model, of transformers.
-        settings: further settings that must be the same in all processes, by name.
+        hf: transformers' configuration of the model. settings: further settings, by name, that must be equal in all
+            processes.
 
     Raises:
-        ConfigError: in all processes, if one of them differs, or the shards are not all of one model.
-        Pi2Error: one of them has ended.
+        ConfigError: in all processes: a setting differs, or the shards do not form one model. Pi2Error: one has ended.
     """
     shard = reader.shard
     assert shard is not None

@@ -1,12 +1,12 @@
-"""Decoder blocks divided among the processes of a group (docs/DISTRIBUTED.md): each hands hidden states to the next.
+"""Decoder blocks divided among the processes of a group (docs/DISTRIBUTED.md), which pass hidden states to the next.
 
-All processes run the same model on the same inputs. Blocks of other processes have no weights here. The last block of a
-process sends its hidden states, the one before the first block of the next process receives them, and the head returns
-in all processes what it returns in the last one.
+All processes run the same model on the same inputs, without weights for blocks of other processes. A process' last
+block sends its hidden states, which the next process receives in place of the block before its first one. In all
+processes the head returns the logits of the last one.
 
-A model that cannot be divided is refused when it is first called: a block that returns more than hidden states, code
-outside that looks into a block, keys and values that are not kept by block. Hidden states of blocks that are elsewhere
-are NaN here, and so are logits that depend on them, which the last process refuses too.
+Models that cannot be divided are refused in their first call: a block returns more than hidden states, outside code
+accesses a block, or the cache has no layer for each block. Hidden states of remote blocks are NaN, and so are logits
+that depend on them, which the last process refuses.
 """
 
 from __future__ import annotations
@@ -40,10 +40,8 @@ def _unsupported(
 
 
 def remove_other_blocks(model: nn.Module, shard: Shard) -> None:
-    """Take the modules out of those blocks of ``model`` (of transformers, without weights) that others have.
-
-    Raises:
-        UnsupportedModelError: some blocks take the keys and values of others.
+    """Remove the modules of other processes' blocks from ``model`` (of transformers, without weights). Raises
+    UnsupportedModelError: some blocks use the keys and values of others.
     """
     config = getattr(model, "config", None)
     if config is not None and (count := getattr(config.get_text_config(), "num_kv_shared_layers", 0)):
@@ -59,7 +57,7 @@ def remove_other_blocks(model: nn.Module, shard: Shard) -> None:
 
 
 def _mix_in(module: Any, mixin: type, **attributes: Any) -> None:
-    """Put ``mixin`` before the class of ``module``."""
+    """Insert ``mixin`` before the class of ``module``."""
     kind = type(module)
     module.__class__ = type(kind.__name__, (mixin, kind), attributes)
 
@@ -87,13 +85,11 @@ def _blocks(model: nn.Module, shard: Shard) -> dict[str, int]:
 
 
 class _LocalBlock:
-    """A mixin before the class of a decoder block that is here: if it fails, the others are told at once.
-
-    They wait for its hidden states, and would take those of a second attempt for something else.
+    """A mixin for a local decoder block: if it fails, the others, which wait for its hidden states, are told at once.
     """
 
     group: Group
-    #: Whether it is the last one here, and another process has the next.
+    #: Whether the next block is in another process.
     sends: bool
 
     def forward(self, *args: Any, **named: Any) -> torch.Tensor:
@@ -108,15 +104,14 @@ class _LocalBlock:
 
 
 class _RemoteBlock:
-    """A mixin before the class of a decoder block that another process has.
-
-    It returns NaN, unless hidden states are received there: nothing here must take them for the model's.
+    """A mixin for a decoder block of another process. It returns NaN, which must not be used, unless it receives hidden
+    states.
     """
 
     number: int
-    #: Of the model's blocks.
+    #: Number of blocks in the model.
     count: int
-    #: In the block before the first one here.
+    #: Set in the block before the first local one.
     receives_from: Group | None = None
 
     def forward(self, hidden_states: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
@@ -125,7 +120,7 @@ class _RemoteBlock:
                 _count_tokens(cache, self.number, self.count, hidden_states)
         if (group := self.receives_from) is not None:
             return group.run(group.send_next, hidden_states, group.rank - 1)
-        return hidden_states * math.nan  # computed, so that no compiler drops what was sent before
+        return hidden_states * math.nan  # depends on its input, so that compilers keep the preceding send
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -141,8 +136,7 @@ class _RemoteBlock:
 
 
 def _count_tokens(cache: Any, number: int, count: int, hidden_states: torch.Tensor) -> None:
-    """Add the tokens of ``hidden_states`` to a layer of ``cache``: models ask layers of other processes for their
-    length, too.
+    """Add the tokens of ``hidden_states`` to a layer of ``cache``, since models ask remote layers for their length too.
 
     Raises:
         UnsupportedModelError: the cache does not have a layer for each of ``count`` blocks.
@@ -166,7 +160,7 @@ def _count_tokens(cache: Any, number: int, count: int, hidden_states: torch.Tens
 
 @contextmanager
 def without_logits() -> Iterator[None]:
-    """While this is entered, nobody reads logits: stages do not wait for the last one before they go on."""
+    """In this block logits are not used, so stages do not wait for the last one before they go on."""
     token = _wanted.set(False)
     try:
         yield
@@ -175,7 +169,7 @@ def without_logits() -> Iterator[None]:
 
 
 class _LastRankHead:
-    """A mixin before the class of a stage's head, which has ``out_features``: all return the last stage's logits."""
+    """A mixin for a stage's head with ``out_features``: all processes return the last stage's logits."""
 
     group: Group
     out_features: int
@@ -193,7 +187,7 @@ class _LastRankHead:
         last = self.group.size - 1
         y: torch.Tensor = super().forward(x) if self.group.rank == last else self._no_logits(x)  # type: ignore[misc]
         if self.group.rank == last and not self.group.logits_checked and not torch.compiler.is_compiling():
-            with torch._C.DisableTorchFunction():  # a step that is being recorded does not see it
+            with torch._C.DisableTorchFunction():  # not part of a step that is being recorded
                 wrong = bool(y.isnan().all())
             if wrong:
                 raise _unsupported(

@@ -1,9 +1,8 @@
-"""Partitions a model among machines, and the folders of their shards: ``rank-0-of-2`` and so on, each a store.
+"""Partitions a model among machines, and handles the folders of their shards, stores named ``rank-0-of-2`` and so on.
 
-By neurons a machine has chunks of each layer, by layers whole decoder blocks, either way in proportion to its share.
-
-A shard is a store whose metadata and superblock say which chunks of each layer it has (docs/STORE.md). Its plan,
-predictors and statistics are those of the whole model. A shard of whole layers has no weights of other blocks.
+By neurons, a machine has chunks of each layer, by layers whole decoder blocks, in proportion to its share. Metadata and
+superblock of a shard list its chunks of each layer (docs/STORE.md). Plan, predictors and statistics are those of the
+complete model. A shard by layers has no weights of other blocks.
 """
 
 from __future__ import annotations
@@ -28,23 +27,22 @@ from torch_pi2.types.plan import LayerPlan, Plan
 from torch_pi2.types.shard import MOST_RANKS, Shard, ShardLayer
 from torch_pi2.types.site import FFNSite, block_of, row_of_blocks
 
-#: Tensors with a number for each neuron.
+#: Tensors with one number per neuron.
 _BY_NEURON = ("bias_gate", "bias_up")
-#: Metadata with an entry for each module.
+#: Metadata with one entry per module.
 _BY_MODULE = {"linears", "formats", "sites"}
 
 
 def partition_neurons(plan: Plan, ranks: int, shares: Sequence[float] | None = None) -> list[Shard]:
-    """The shard of each of ``ranks`` machines: as many chunks of each layer as its share.
+    """The shard of each of ``ranks`` machines: chunks of each layer in proportion to its share.
 
-    Chunks that are read most are spread evenly: the most frequent neurons are in the first chunks.
+    The chunks read most (the first ones, of the most frequent neurons) are spread evenly.
 
     Args:
-        shares: of neurons, for each machine, in any unit (default: the same for all).
+        shares: relative share of neurons per machine (default: equal).
 
     Raises:
-        ConfigError: not 2 to 64 machines, shares that are not one number above 0 for each, or more machines than a
-            layer has chunks.
+        ConfigError: not 2 to 64 machines, not one positive share for each, or more machines than a layer has chunks.
     """
     weights = _normalised(ranks, shares)
     chunks = {layer.site.key: _chunks(layer, weights) for layer in plan.layers}
@@ -58,7 +56,8 @@ def partition_layers(plan: Plan, ranks: int, shares: Sequence[float] | None = No
     """The stage of each of ``ranks`` machines: consecutive decoder blocks, with its share of the neurons' weights.
 
     Raises:
-        ConfigError: as :func:`partition_neurons`; or the layers are not in a row of blocks, or in fewer than machines.
+        ConfigError: as :func:`partition_neurons`; or the layers are not in one sequence of blocks, or there are too
+            few.
     """
     weights = _normalised(ranks, shares)
     sizes: dict[str, int] = {}
@@ -80,7 +79,7 @@ def partition_layers(plan: Plan, ranks: int, shares: Sequence[float] | None = No
             fix="Use fewer machines, or partition by neurons, by='neurons'.",
         )
     before, ends = [0, *accumulate(sizes.values())], list[int]()
-    for rank in range(1, ranks):  # each ends nearest to its share, and has at least one block
+    for rank in range(1, ranks):  # as near to its share as possible, at least one block
         target = sum(weights[:rank]) * before[-1]
         free = range(ends[-1] + 1 if ends else 1, len(sizes) - ranks + rank + 1)
         ends.append(min(free, key=lambda end: abs(before[end] - target)))
@@ -95,10 +94,10 @@ def partition_layers(plan: Plan, ranks: int, shares: Sequence[float] | None = No
 
 
 def _normalised(ranks: int, shares: Sequence[float] | None) -> list[float]:
-    """Shares that add up to 1. Raises ConfigError, see :func:`partition_neurons`."""
+    """Shares with sum 1. Raises ConfigError, see :func:`partition_neurons`."""
     check_ranks(ranks, shares)
     given = shares or [1.0] * ranks
-    parts = [share / max(given) for share in given]  # so that their sum is finite
+    parts = [share / max(given) for share in given]  # keeps the sum finite
     return [part / sum(parts) for part in parts]
 
 
@@ -117,7 +116,7 @@ def check_ranks(ranks: int, shares: Sequence[float] | None) -> None:
 
 
 def _chunks(layer: LayerPlan, shares: Sequence[float]) -> list[tuple[int, ...]]:
-    """Chunks of a layer for each machine: the heaviest first, to the one with least work for its share."""
+    """Chunks of a layer for each machine: the heaviest first, to the machine with least work for its share."""
     size = chunk_neurons(layer.site.intermediate)
     work = [float(part.sum()) for part in _work(layer).split(size)]
     if len(work) < len(shares):
@@ -139,7 +138,7 @@ def _chunks(layer: LayerPlan, shares: Sequence[float]) -> list[tuple[int, ...]]:
 
 
 def _apportioned(count: int, shares: Sequence[float]) -> list[int]:
-    """``count`` things divided by ``shares`` of 1, at least one each."""
+    """Divide ``count`` by ``shares`` (sum 1), at least one each."""
     left = count - len(shares)
     exact = [max(0.0, share * count - 1) for share in shares]
     total = sum(exact) or 1.0
@@ -152,7 +151,7 @@ def _apportioned(count: int, shares: Sequence[float]) -> list[int]:
 
 
 def _work(layer: LayerPlan) -> torch.Tensor:
-    """For each neuron in plan order, the share of its rows that a token reads: hot ones always fire."""
+    """For each neuron in plan order, the share of its rows that a token reads; hot neurons always fire."""
     hot = torch.arange(layer.site.intermediate) < layer.n_hot
     rows = layer.site.rows_per_neuron
     decided = 0 if layer.method in PREDICTED else 1  # by its first row
@@ -161,12 +160,11 @@ def _work(layer: LayerPlan) -> torch.Tensor:
 
 
 def shard_name(rank: int, ranks: int) -> str:
-    """Name of the folder of a shard."""
     return f"rank-{rank}-of-{ranks}"
 
 
 def shards_in(folder: Path) -> dict[int, Path]:
-    """Rank -> folder of each shard in ``folder``; empty if it is no folder of shards."""
+    """Rank -> folder of each shard in ``folder``; empty if it has none."""
     if not folder.is_dir():
         return {}
     named = {path: match for path in sorted(folder.iterdir()) if (match := SHARD_NAME.fullmatch(path.name))}
@@ -182,7 +180,7 @@ def shards_in(folder: Path) -> dict[int, Path]:
 
 
 def common_hash(reader: StoreReader) -> str:
-    """SHA-256 of what every shard has in full: plan, predictors, and weights that belong to no neuron."""
+    """SHA-256 of the parts common to all shards: plan, predictors, and weights outside neurons."""
     checks = {name: check for name, check in reader.checks.items() if name.rpartition(".")[2] not in _BY_NEURON}
     if reader.shard is not None and reader.shard.by_layers:
         checks = {name: check for name, check in checks.items() if reader.shard.block(name) is None}
@@ -190,7 +188,7 @@ def common_hash(reader: StoreReader) -> str:
 
 
 class ShardView:
-    """The weights of ``reader``, which has all, as ``shard`` has them: to be written as a store of its own."""
+    """The weights of ``reader``, a complete model, restricted to ``shard``, for writing its store."""
 
     def __init__(self, reader: QuantizedWeights, plan: Plan, shard: Shard) -> None:
         self._whole, self._shard = reader, shard
@@ -203,7 +201,7 @@ class ShardView:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """Metadata of the modules that the shard has."""
+        """Metadata of the shard's modules."""
         metadata = dict(self._whole.metadata)
         for what in _BY_MODULE & metadata.keys():
             named = json.loads(metadata[what]).items()
@@ -248,7 +246,7 @@ def refuse_shards(folder: Path, shard: Shard | None = None) -> None:
 
 
 def check_complete(shards: Sequence[Shard], where: str) -> None:
-    """Raises ArtifactError unless ``shards``, by rank, together have each chunk of each layer once."""
+    """Raises ArtifactError: ``shards``, by rank, do not have each chunk of each layer exactly once."""
     chunks: dict[tuple[str, int], list[int]] = {}
     for shard in shards:
         for key, mine in shard.layers.items():

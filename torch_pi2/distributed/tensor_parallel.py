@@ -1,7 +1,7 @@
 """Layers whose neurons are divided among the processes of a group (docs/DISTRIBUTED.md).
 
-All processes compute the same model on the same inputs, except that each has only its shard's neurons of a feed-forward
-layer. The partial sums are gathered with ``torch.distributed``, and every process adds them in the same order.
+All processes compute the same model on the same inputs, each with its shard's neurons of every feed-forward layer.
+Partial sums are gathered with ``torch.distributed`` and added in the same order everywhere.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch_pi2.layers.offloaded import OffloadedFFN
 from torch_pi2.ops.constants import constants
 from torch_pi2.types.shard import Shard
 
-#: Logits of at most this many tokens are broadcast: those of steps, not of a text that is scored.
+#: Logits of at most this many tokens are broadcast: those of decoding steps, not of scored texts.
 _AGREED_TOKENS = 64
 
 
 class Share:
-    """This process' part of a layer, and how the parts of all processes become one result.
+    """This process' part of a layer, and how the parts are combined.
 
     Args:
         shards: of all processes, by rank. key: of the layer.
@@ -32,29 +32,29 @@ class Share:
     def __init__(self, group: Group, shards: Sequence[Shard], key: str, reduction: str) -> None:
         chunks = [shard.layers[key].chunks for shard in shards]
         self.group, core = group, constants()
-        #: Calls with fewer tokens add sums of chunks, as one machine does.
+        #: Calls with fewer tokens add sums of chunks, like one machine.
         self.by_chunk_below = min(core.gemm_tokens, core.stream_from) if reduction == "chunks" else 0
         self.own, self.most = len(chunks[group.rank]), max(map(len, chunks))
         places = {chunk: rank * self.most + i for rank, mine in enumerate(chunks) for i, chunk in enumerate(mine)}
-        #: In the order of the layer's chunks: where the sum of each is among the gathered ones.
+        #: Index of each chunk's sum among the gathered ones, in the layer's order.
         self.order = [places[chunk] for chunk in sorted(places)]
 
     def add_chunks(self, own_CTH: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-        """The sums of all chunks, added in the layer's order, and the ``bias``. Shape and dtype are those of ``x``."""
+        """All chunks' sums, added in the layer's order, plus ``bias``, in the shape and dtype of ``x``."""
         if self.own < self.most:
             own_CTH = torch.cat([own_CTH, own_CTH.new_zeros(self.most - self.own, *own_CTH.shape[1:])])
         result: torch.Tensor = torch.ops.pi2.add_parts(self.group.gather(own_CTH), self.order, bias, x)
         return result
 
     def add_ranks(self, own: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """``own``, float32 ``[..., H]``, of all processes, added by rank. Shape and dtype are those of ``x``."""
+        """The sum of ``own``, float32 ``[..., H]``, by rank, in the shape and dtype of ``x``."""
         parts_RTH = self.group.gather(own.reshape(1, -1, own.shape[-1]))
         result: torch.Tensor = torch.ops.pi2.add_parts(parts_RTH, list(range(self.group.size)), None, x)
         return result
 
 
 class ShardedFFN(OffloadedFFN):
-    """An ``OffloadedFFN`` with the neurons of this process' shard. All processes of the group make the same calls."""
+    """An ``OffloadedFFN`` with this process' neurons. All processes of the group make the same calls."""
 
     share: Share
 
@@ -75,14 +75,13 @@ class ShardedExperts(OffloadedExperts):
     share: Share
 
     def compute(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
-        """See the base class."""
         return self.share.group.run(self._summed, x, index, routing)
 
     def _summed(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
         return self.share.add_ranks(super().compute(x.float(), index, routing), x)
 
     def biases(self) -> list[torch.Tensor | None]:
-        """See the base class; only the first process adds the bias of the down matrix."""
+        """Only the first process adds the bias of the down matrix."""
         *first, down = super().biases()
         return [*first, down if self.share.group.rank == 0 else None]
 
@@ -90,8 +89,8 @@ class ShardedExperts(OffloadedExperts):
 def agree_on_logits(model: Any, group: Group) -> None:
     """Let the head of ``model``, a transformers model, return the first process' logits in all processes.
 
-    Weights and kernels are the same, but PyTorch's float products may differ in last bits with the number of threads.
-    Where two tokens are almost equally likely, processes would otherwise continue with different text.
+    PyTorch's float products may differ in last bits with the number of threads, so processes could choose different
+    tokens where two are almost equally likely.
     """
     head = model.get_output_embeddings()
     if head is not None:
@@ -99,13 +98,11 @@ def agree_on_logits(model: Any, group: Group) -> None:
 
 
 class _FirstRankHead:
-    """A mixin before the class of a head."""
-
     group: Group
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = super().forward(x)  # type: ignore[misc]
         tokens = y.numel() // y.shape[-1]
-        if tokens > _AGREED_TOKENS and tokens != len(y):  # a step has one token per sequence, however many there are
+        if tokens > _AGREED_TOKENS and tokens != len(y):  # a step has one token per sequence
             return y
         return self.group.run(self.group.broadcast, y, 0)

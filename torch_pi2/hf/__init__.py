@@ -3,8 +3,8 @@
     import torch_pi2.hf
     model = AutoModelForCausalLM.from_pretrained("store")
 
-Importing this module registers a quantisation method with transformers (:mod:`torch_pi2.hf.register`), which does not
-look for plug-ins. ``python -m torch_pi2.hf`` is the command line of transformers with it.
+Importing this module registers a quantisation method (:mod:`torch_pi2.hf.register`), since transformers has no plug-in
+discovery. ``python -m torch_pi2.hf`` runs the transformers command line with it.
 """
 
 import importlib

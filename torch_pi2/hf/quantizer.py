@@ -1,8 +1,8 @@
-"""How transformers opens one of our folders: ``Pi2QuantizationConfig`` and ``Pi2Quantizer``, which puts our loader in.
+"""Opens our folders in transformers: ``Pi2QuantizationConfig``, and ``Pi2Quantizer``, which calls our loader.
 
 transformers creates the model without weights, reads files into it, and returns it. We empty the model before the
-second step, so that there is nothing to read or to initialise; then :func:`torch_pi2.load` reads the folder, and the
-model takes over the attributes of the loaded one.
+second step, so that nothing is read or initialised; then :func:`torch_pi2.load` reads the folder, and the model takes
+over the attributes of the loaded one.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from torch_pi2.store.weights import WEIGHTS_FILE
 from torch_pi2.types.offload import OffloadConfig
 from torch_pi2.types.plan import Plan
 
-#: Attributes that transformers has set on the emptied model, which are kept.
+#: Attributes set by transformers that the emptied model keeps.
 _KEPT_ATTRIBUTES = ("generation_config", "generate", "is_quantized", "quantization_method", "hf_quantizer")
-#: Device maps that are accepted; ``gpu_memory`` decides what is on a GPU.
+#: Accepted device maps; ``gpu_memory`` decides placement on a GPU.
 _ANY_DEVICE = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 class Pi2QuantizationConfig(QuantizationConfigMixin):
     """Settings of :func:`torch_pi2.load`, to be passed as ``quantization_config``.
 
-    A dict works as well, and so does ``quantization_config`` in a folder's config.json, for programs that pass nothing
-    (``transformers serve``); what is passed takes precedence. A folder of float weights opens as the dense model
-    unless a setting is passed.
+    A dict works too, and so does ``quantization_config`` in a folder's config.json, for programs that pass nothing
+    (``transformers serve``); passed settings take precedence. A folder of float weights opens as the dense model unless
+    a setting is passed.
 
     Args:
-        activations, budget, offload, context, plan, gpu_memory, progress: of :func:`torch_pi2.load`;
-            ``offload`` may be a mapping of the fields of an :class:`torch_pi2.OffloadConfig`.
+        activations, budget, offload, context, plan, gpu_memory, progress: of :func:`torch_pi2.load`; ``offload`` may be
+            a mapping of fields of :class:`torch_pi2.OffloadConfig`.
         quant_method, weights, dtype: written into config.json (docs/FORMATS.md); not to be passed.
 
     Raises:
-        ConfigError: there is no such setting, or it is of another type.
+        ConfigError: an unknown setting, or one of the wrong type.
     """
 
     @checked
@@ -77,25 +77,25 @@ class Pi2QuantizationConfig(QuantizationConfigMixin):
         self.plan, self.gpu_memory, self.progress = plan, gpu_memory, progress
 
     def to_dict(self) -> dict[str, Any]:
-        """For config.json: what is true of the folder on any machine, without how to open it."""
+        """For config.json: properties of the folder, without settings for opening it."""
         values = {"quant_method": HF_METHOD, "weights": self.weights, "dtype": self.dtype}
         return {name: value for name, value in values.items() if value is not None}
 
     def settings(self) -> dict[str, Any]:
-        """The settings of :func:`torch_pi2.load` that were given."""
+        """The given settings of :func:`torch_pi2.load`."""
         named = {name: value for name, value in vars(self).items() if value is not None}
         return {name: value for name, value in named.items() if name not in ("quant_method", "weights", "dtype")}
 
     def over(self, own: Pi2QuantizationConfig) -> Pi2QuantizationConfig:
-        """These settings, and those of the folder's ``own`` that are not given here."""
+        """These settings, with defaults from the folder's ``own``."""
         return Pi2QuantizationConfig(**own.settings() | self.settings(), weights=own.weights, dtype=own.dtype)
 
 
 class Pi2Quantizer(HfQuantizer):
     """One call of ``from_pretrained`` for one of our folders.
 
-    Raises: as :func:`torch_pi2.load`; ConfigError or DeviceError for unsupported arguments; UnsupportedModelError for
-        another class than the folder's.
+    Raises as :func:`torch_pi2.load`; ConfigError or DeviceError for unsupported arguments; UnsupportedModelError for
+    another class than the folder's.
     """
 
     quantization_config: Pi2QuantizationConfig
@@ -111,9 +111,9 @@ class Pi2Quantizer(HfQuantizer):
                 )
 
     def update_attn_implementation(self, config: Any) -> Any:
-        """The first hook that sees ``config``, before files are searched: name the file to read."""
+        """The first hook that gets ``config``, before files are searched: set the file to read."""
         own = self.quantization_config
-        if own.weights is not None:  # config.json says that the weights are in our format
+        if own.weights is not None:  # weights in our format, by config.json
             config.transformers_weights = HF_FILE
             if config.dtype is None and own.dtype is not None:
                 config.dtype = DTYPES[own.dtype]
@@ -128,7 +128,7 @@ class Pi2Quantizer(HfQuantizer):
         vars(model.config).pop("transformers_weights", None)
         wanted = (getattr(model.config, "architectures", None) or [type(model).__name__])[0]
         if type(model).__name__ != wanted:
-            # no ValueError: a pipeline would catch it, try the folder's class, and take logits for features
+            # not a ValueError: a pipeline would catch it, try the folder's class, and take logits for features
             raise UnsupportedModelError(
                 f"opening {self._folder}",
                 expected=f"a {wanted}, which its plan was made for",
@@ -168,7 +168,7 @@ class Pi2Quantizer(HfQuantizer):
         return True
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any], dict[str, str]]:
-        """Nothing: :mod:`torch_pi2.hf.register` writes the weights."""
+        """Empty, because :mod:`torch_pi2.hf.register` writes the weights."""
         return {}, {}
 
     @property
@@ -177,23 +177,23 @@ class Pi2Quantizer(HfQuantizer):
 
 
 def _is_remote(model: Any) -> bool:
-    """Whether its class is code of the folder, which the user has allowed to run."""
+    """Whether its class is the folder's own code, which the user has allowed to run."""
     return type(model).__module__.startswith("transformers_modules")
 
 
 def _fetch(name: str, folder: Path) -> None:
-    """Download ``pi2/`` of the Hub's model ``name`` into ``folder``, where transformers has put the other files."""
+    """Download ``pi2/`` of the Hub's model ``name`` into ``folder``, where transformers has stored the other files."""
     if weights_path(folder / PI2_FOLDER) is not None:
         return
     how: dict[str, Any] = {"revision": folder.name, "cache_dir": folder.parents[2]}
     weights = [f"{PI2_FOLDER}/{file}" for file in (WEIGHTS_FILE, STORE_FILE)]
     snapshot_download(name, allow_patterns=[f"{PI2_FOLDER}/*"], ignore_patterns=weights, **how)
-    snapshot_download(name, allow_patterns=weights, **how)  # last: if they are there, the folder is complete
+    snapshot_download(name, allow_patterns=weights, **how)  # last: they mark the folder as complete
 
 
 def _empty(model: Any) -> None:
-    """Remove all tensors from ``model``, and what transformers keeps about them."""
-    ignored = model._keys_to_ignore_on_load_unexpected  # a set, or in older ones a list or nothing
+    """Remove all tensors from ``model``, and transformers' records of them."""
+    ignored = model._keys_to_ignore_on_load_unexpected  # a set, in older versions a list or missing
     vars(model).update(_modules={}, _parameters={}, _buffers={}, all_tied_weights_keys={}, _tp_plan={})
     vars(model).update(_keys_to_ignore_on_load_unexpected={".*"} if isinstance(ignored, set) else [".*"])
     vars(model).update(_is_hf_initialized=True)

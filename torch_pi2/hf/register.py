@@ -27,15 +27,15 @@ from torch_pi2.rewrite.state import ModelState, store_of
 from torch_pi2.store.folder import HF_METHOD, PI2_FOLDER, check_separate, declare
 from torch_pi2.store.trust import remember
 
-#: Arguments of ``save_pretrained`` that would write other files or values.
+#: Unsupported arguments of ``save_pretrained``, which would write other files or values.
 _UNSUPPORTED = ("state_dict", "variant", "push_to_hub", "distributed_checkpoint")
 
 
 def register() -> None:
-    """Register the quantisation method and its settings, once in a process, and wrap two functions of transformers.
+    """Register the quantisation method and its settings, once per process, and wrap two functions of transformers.
 
-    ``merge_quantization_configs`` takes settings beside a folder's own only for classes in a fixed list, and
-    ``save_pretrained`` can only write a state dict.
+    ``merge_quantization_configs`` accepts settings only for classes in a fixed list, and ``save_pretrained`` only
+    writes state dicts.
     """
     if HF_METHOD in AUTO_QUANTIZER_MAPPING:
         return
@@ -69,7 +69,7 @@ def _merging(usual: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _saving(usual: Callable[..., Any]) -> Callable[..., Any]:
-    """``save_pretrained`` that writes models of ours as one of our folders, and calls ``usual`` for others."""
+    """``save_pretrained`` that writes our models as our folders, and calls ``usual`` for others."""
     signature = inspect.signature(usual)
 
     @functools.wraps(usual)
@@ -100,8 +100,8 @@ def _write(model: Any, folder: Path) -> None:
     """Write ``pi2/`` and the configuration of ``model``; other files in ``folder`` stay, except dense weights.
 
     Raises:
-        ConfigError: it is the folder of the store that ``model`` reads. ArtifactError: it cannot be written.
-        StaleArtifactError: predictors or thresholds were fitted to other weights.
+        ConfigError: ``model`` reads its store from that folder. ArtifactError: it cannot be written.
+            StaleArtifactError: predictors or thresholds were fitted to other weights.
     """
     store = store_of(model)
     if store is None:

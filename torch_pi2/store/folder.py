@@ -22,32 +22,28 @@ from torch_pi2.types.stats import STATS_FILE
 from torch_pi2.types.verdict import VERDICT_FILE
 
 PI2_FOLDER = "pi2"
-#: Name of the folder of one machine's shard: its rank, and how many there are.
+#: Folder name of one machine's shard: rank and number of ranks.
 SHARD_NAME = re.compile(r"rank-(\d+)-of-(\d+)")
-#: ``quant_method`` in config.json of folders whose weights are in ``pi2/``; transformers finds by it who reads them.
+#: ``quant_method`` in config.json of folders whose weights are in ``pi2/``, by which transformers selects the loader.
 HF_METHOD = "torch_pi2"
-#: The file without tensors that transformers reads in such a folder, as it has to read one.
+#: A weights file without tensors in such a folder, since transformers has to read one.
 HF_FILE = "torch_pi2.safetensors"
 _HEADER = b'{"__metadata__":{"format":"pt","pi2_format":"torch_pi2.transformers"}}'
-#: Its bytes; not written by safetensors, which orders metadata differently each time.
+#: Its bytes, fixed because safetensors orders metadata differently each time.
 _CONTENT = len(_HEADER).to_bytes(8, "little") + _HEADER
 #: Files in ``pi2/``.
 _PARTS = ("plan.json", "plan.safetensors", PREDICTORS_FILE, STATS_FILE, WEIGHTS_FILE, STORE_FILE, VERDICT_FILE)
-#: The model card, which is kept when a folder is replaced: it may have a user's text.
+#: The model card, which may have a user's text and is kept when a folder is replaced.
 CARD_FILE = "README.md"
 #: Files beside the weights that a checkpoint needs: configuration, tokenizer, modelling code.
 SMALL_FILES = ("*.json", "*.txt", "*.model", "*.py", "*.jinja", "*.tiktoken")
-#: Where transformers writes the chat templates of a tokenizer that has several.
+#: transformers' folder for several chat templates of a tokenizer.
 _TEMPLATES = "additional_chat_templates"
 _FOLDERS = {PI2_FOLDER: _PARTS, _TEMPLATES: ("*.jinja",)}
 
 
 def check_replaceable(folder: Path) -> None:
-    """A result replaces the whole folder: refuse one with anything but an earlier result.
-
-    Raises:
-        ArtifactError: the folder holds other files, or is the current one.
-    """
+    """Raises ArtifactError: ``folder``, which is to be replaced, is the current one or has files of other origin."""
     check_not_current(folder)
     if folder.is_file():
         found = "a file"
@@ -64,7 +60,7 @@ def check_replaceable(folder: Path) -> None:
 
 
 def _stranger(folder: Path) -> str | None:
-    """The first thing in ``folder`` that no earlier result has; None: it is a result, or empty."""
+    """The first entry in ``folder`` that an earlier result would not have, or None."""
     paths, pi2 = sorted(folder.iterdir()), folder / PI2_FOLDER
     if not paths:
         return None
@@ -86,7 +82,7 @@ def _stranger(folder: Path) -> str | None:
 
 
 def check_separate(verb: str, source: str | Path, folder: Path) -> None:
-    """Raises ConfigError if ``folder`` and the ``source`` of a model are the same folder, or one is in the other."""
+    """Raises ConfigError: ``folder`` and the ``source`` of a model are the same folder, or one contains the other."""
     if not str(source) or not Path(source).is_dir():
         return  # the name of a checkpoint
     source, folder = Path(source).resolve(), folder.resolve()
@@ -102,7 +98,7 @@ def check_separate(verb: str, source: str | Path, folder: Path) -> None:
 def declare(folder: Path) -> None:
     """Note in config.json that the weights are in ``pi2/``, and how (docs/FORMATS.md), for :mod:`torch_pi2.hf`.
 
-    No file there has a name that transformers looks for, so that it opens nothing without torch_pi2.
+    No file there has a name that transformers looks for, so the folder does not open without torch_pi2.
     """
     config = read_config(folder)
     with open_weights(folder / PI2_FOLDER) as weights:
@@ -114,7 +110,7 @@ def declare(folder: Path) -> None:
 
 
 def quantised_by(config: Mapping[str, Any]) -> str:
-    """The foreign method by which a checkpoint is quantised, from its ``config``; empty: none."""
+    """The foreign quantisation method named in ``config``, or an empty string."""
     settings = config.get("quantization_config")
     method = settings.get("quant_method") if isinstance(settings, dict) else settings
     return str(method) if method and method != HF_METHOD else ""
@@ -139,7 +135,7 @@ def check_float(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises ArtifactError: it is a file."""
+    """Raises ArtifactError: ``folder`` is a file."""
     if folder.is_file():
         of_gguf = is_gguf(folder)
         raise ArtifactError(
@@ -151,7 +147,7 @@ def check_folder(folder: Path) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a checkpoint. Raises ArtifactError if it is missing or damaged."""
+    """config.json of a checkpoint. Raises ArtifactError: it is missing or damaged."""
     check_folder(folder)
     path, expected, fix = folder / "config.json", "a model's configuration", "Check the folder's name."
     found = parse(read_bytes(path, expected, fix), path, expected=expected, fix=fix, unique=False)

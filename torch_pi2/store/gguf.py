@@ -1,8 +1,8 @@
-"""GGUF files: their metadata, and the rows of their tensors as they are stored; one file, or the parts of a model.
+"""GGUF files, single or split: their metadata, and the stored rows of their tensors.
 
-Written against https://github.com/ggml-org/ggml/blob/master/docs/gguf.md: little endian, versions 2 and 3. A file is
-hostile until its header has been read to the end: every count is compared with the bytes that remain, every tensor
-with the size of the file, before anything is allocated for it.
+Implements https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, little endian, versions 2 and 3. Files are
+untrusted: every count is compared with the remaining bytes, and every tensor with the file's size, before memory is
+allocated.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from torch_pi2.errors import ArtifactError
 
 SUFFIX = ".gguf"
 MAGIC = b"GGUF"
-#: The magic of PowerInfer's files, which are GGUF otherwise.
+#: The magic of PowerInfer's files, which are otherwise GGUF.
 _POWERINFER = b"PWRI"
 _EXPECTED, _FIX = "a whole GGUF file", "Get it again from where it comes from."
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file is GGUF by its suffix or its first bytes: downloads may have no suffix."""
+    """Whether a file is GGUF by its suffix or, as downloads may have none, its first bytes."""
     if path.suffix.lower() == SUFFIX:
         return True
     try:
-        with open(path, "rb") if path.is_file() else nullcontext() as file:  # a FIFO would be waited for
+        with open(path, "rb") if path.is_file() else nullcontext() as file:  # opening a FIFO would block
             return file is not None and file.read(len(MAGIC)) in (MAGIC, _POWERINFER)
     except OSError:
         return False
@@ -44,7 +44,7 @@ def is_gguf(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class TensorType:
-    """How a tensor's numbers are stored: ``block`` of them in ``block_bytes``."""
+    """A storage type with ``block`` numbers in ``block_bytes``."""
 
     name: str
     block: int
@@ -92,24 +92,24 @@ TYPES = {
     )
 }
 
-#: Code of a metadata value -> its struct format; strings and arrays have none.
+#: Type code of a metadata value -> struct format (strings and arrays have none).
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-#: More than any model has: bounds loops over a hostile header.
+#: More than any model has, to bound loops over a hostile header.
 _MOST_HEADER = 1 << 28
 _MOST_TENSORS = 1 << 17
 _MOST_VALUES = 1 << 21
 _MOST_NAME = 1 << 16
 _MOST_DIMENSIONS = 4
 _LARGEST = 1 << 60
-#: Read at a time while the header is walked.
+#: Bytes per read of the header.
 _PIECE = 1 << 20
 _PAGE = 4096
 
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """One tensor: ``shape`` rows first, as torch has it (files say columns first); ``start``: its place in ``file``."""
+    """One tensor. ``shape``: rows first, as in torch (files have columns first); ``start``: its offset in ``file``."""
 
     name: str
     shape: tuple[int, ...]
@@ -135,11 +135,11 @@ class GgufTensor:
 
 
 class GgufFile:
-    """A GGUF file, open: its header, checked, and its tensors by row. Close it, or use it as a context manager.
+    """An open GGUF file with its checked header. Close it, or use it as a context manager.
 
     Attributes:
         path: of the file. magic: its first bytes. version: 2 or 3. size: bytes of the file.
-        metadata: name -> number, bool, text, or a list of these; texts of lists are bytes, as tokens need not be UTF-8.
+        metadata: name -> number, bool, text, or a list of these; texts in lists are bytes, as tokens need not be UTF-8.
         tensors: name -> :class:`GgufTensor`.
     """
 
@@ -173,10 +173,9 @@ class GgufFile:
     def _damaged(self, reason: str) -> NoReturn:
         raise ArtifactError(str(self.path), expected=_EXPECTED, found=f"damage ({reason})", fix=_FIX)
 
-    # What follows walks the header.
+    # --- header
 
     def _take(self, size: int) -> bytes:
-        """The next ``size`` bytes."""
         end = self._at + size
         if end > self.size:
             self._damaged(f"it ends after {self.size} bytes, within its header")
@@ -202,7 +201,7 @@ class GgufFile:
         return int(self._scalar(10))
 
     def _length(self, what: str, each: int) -> int:
-        """A count of items that follow, of at least ``each`` bytes."""
+        """A count of following items of at least ``each`` bytes."""
         count = self._u64()
         if count * each > self.size - self._at:
             self._damaged(f"{count} {what} in the {self.size - self._at} bytes that are left")
@@ -212,7 +211,7 @@ class GgufFile:
         return self._take(self._length(f"bytes of {what}", 1))
 
     def _texts(self, count: int, what: str) -> list[bytes]:
-        """Fast within the piece at hand: vocabularies have hundreds of thousands."""
+        """Parsed in the current piece where possible, since vocabularies are large."""
         texts, size_at = [], struct.Struct("<Q").unpack_from
         for _ in range(count):
             piece, begin = self._piece, self._at - self._piece_at
@@ -305,7 +304,7 @@ class GgufFile:
         return name, shape, of, offset
 
     def _place(self, found: list[tuple[str, tuple[int, ...], TensorType, int]], data: int, alignment: int) -> None:
-        """Check that tensors follow each other in the file without overlap."""
+        """Check that tensors follow each other without overlap."""
         end = 0
         for name, shape, of, offset in sorted(found, key=lambda one: one[3]):
             tensor = GgufTensor(name, shape, of, data + offset, self)
@@ -318,10 +317,10 @@ class GgufFile:
             end = offset + tensor.nbytes
             self.tensors[name] = tensor
 
-    # What follows reads tensors.
+    # --- tensors
 
     def tensor(self, name: str) -> GgufTensor:
-        """Raises ArtifactError if there is none."""
+        """Raises ArtifactError: there is no such tensor."""
         if name not in self.tensors:
             raise ArtifactError(
                 str(self.path),
@@ -332,7 +331,7 @@ class GgufFile:
         return self.tensors[name]
 
     def ends_of(self, name: str) -> bytes:
-        """The first and the last page of a tensor, by which files are told apart. Raises ArtifactError."""
+        """The first and last page of a tensor, to tell files apart. Raises ArtifactError."""
         tensor = self.tensor(name)
         size = min(tensor.nbytes, _PAGE)
         try:
@@ -343,7 +342,7 @@ class GgufFile:
         return first + last
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows ``[start, stop)`` of a tensor as they are stored: uint8 ``[rows, row bytes]``. Raises ArtifactError."""
+        """Rows ``[start, stop)`` of a tensor as stored: uint8 ``[rows, row bytes]``. Raises ArtifactError."""
         tensor = self.tensor(name)
         rows = torch.empty((stop - start, tensor.row_bytes), dtype=torch.uint8)
         into, at = bytes_of(rows), 0
@@ -360,15 +359,15 @@ class GgufFile:
 
 
 _NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.gguf)", re.DOTALL | re.IGNORECASE)
-#: Metadata of a model in several files, as llama.cpp's ``gguf-split`` makes them.
+#: Metadata that llama.cpp's ``gguf-split`` adds.
 _NUMBER, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
-#: Numbers in names have five digits.
+#: File names have five digits for the part number.
 _MOST_PARTS = 99_999
 
 
 def gguf_in(path: str | Path) -> Path | None:
-    """The GGUF file that ``path`` names or that is in the folder ``path``, which has no other checkpoint; of parts the
-    first. None: there is none.
+    """``path`` if it is a GGUF file, or the (first) GGUF file in the folder ``path`` if it has no other checkpoint, or
+    None.
     """
     path = Path(path)
     if not path.is_dir():
@@ -388,15 +387,15 @@ def gguf_in(path: str | Path) -> Path | None:
 
 
 class GgufModel(GgufFile):
-    """The model of a GGUF file: its own tensors and, where it is one of several parts, those of the others.
+    """The model of a GGUF file, including all parts if it is split.
 
     Attributes:
-        path, version, size: of the first part, whose ``metadata`` counts. tensors: of all, by name.
-        paths: of the parts, in order.
+        path, version, size: of the first part, whose ``metadata`` counts. tensors: of all parts, by name. paths: of the
+            parts, in order.
 
     Raises:
-        ArtifactError: as :class:`GgufFile`; or a part is missing, has another's name, or is of another model (whose
-            metadata differ, or whose tensors are not those that are missing).
+        ArtifactError: as :class:`GgufFile`; or a part is missing, misnamed, or of another model (its metadata differ,
+            or it lacks the missing tensors).
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -432,7 +431,6 @@ class GgufModel(GgufFile):
         self.tensors = tensors
 
     def _names(self) -> list[Path]:
-        """Paths of all parts, from the path of this one."""
         count, found = self.metadata[_COUNT], _NAME.fullmatch(self.path.name)
         if type(count) is not int or not 1 <= count <= _MOST_PARTS:
             self._damaged(f"{_COUNT} {shown(count)}")
@@ -463,7 +461,7 @@ class GgufModel(GgufFile):
         return part
 
     def _check_same(self, path: Path, part: GgufFile, first: GgufFile) -> None:
-        """Raises ArtifactError: metadata that two parts have in common differ."""
+        """Raises ArtifactError: metadata that both parts have differ."""
         expected = f"a part of the model of {self.paths[0].name}"
         for key in (_COUNT, _TENSORS):
             if key not in part.metadata:

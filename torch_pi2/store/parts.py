@@ -1,8 +1,9 @@
 """Plan, predictors and statistics of a folder, inside its store or in files beside the weights.
 
-In a store, each of these parts is a text (U8 tensor ``pi2.PART``) and tensors ``pi2.PART.NAME``. The plan has the text
-of plan.json and the tensors of plan.safetensors; the others have the metadata of their file as JSON, and its tensors
-(docs/FORMATS.md). Statistics may also lie beside a store that has none: the model does not compute with them.
+In a store, each part is a text (U8 tensor ``pi2.PART``) with tensors ``pi2.PART.NAME``. The plan has the text of
+plan.json and the tensors of plan.safetensors; the others have the metadata of their file as JSON, and its tensors
+(docs/FORMATS.md). Statistics may also be in a file beside a store that has none, since the model does not compute with
+them.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ from torch_pi2.types.plan import Plan
 from torch_pi2.types.shard import Shard
 from torch_pi2.types.stats import STATS_FILE, ActivationStats, check_stats_artifact, parse_layers
 
-#: Part -> the file without which it is not there, and the file of its tensors.
+#: Part -> its main file, and the file with its tensors.
 _FILES = {
     "plan": ("plan.json", "plan.safetensors"),
     "predictors": (PREDICTORS_FILE, PREDICTORS_FILE),
     "stats": (STATS_FILE, STATS_FILE),
 }
-#: What may be beside a store that has none inside.
+#: The part that may be in a file beside a store.
 _ALSO_BESIDE = "stats"
 
 
 class Parts:
-    """The parts of a folder ``pi2/``, in its store or in files, read when they are asked for. A context manager."""
+    """The parts of a folder ``pi2/``, in its store or in files, read on demand. A context manager."""
 
     def __init__(self, pi2: str | Path) -> None:
         self._pi2 = Path(pi2)
@@ -57,7 +58,7 @@ class Parts:
             self._store.close()
 
     def _check_beside(self) -> None:
-        """Raises ArtifactError if there are parts beside the store: which of them would count?"""
+        """Raises ArtifactError: there are files of parts beside the store, which is ambiguous."""
         for part, (file, _) in _FILES.items():
             if os.path.lexists(self._pi2 / file) and (self._in_store(part) or part != _ALSO_BESIDE):
                 self.__exit__()
@@ -70,12 +71,11 @@ class Parts:
 
     @property
     def inside(self) -> bool:
-        """Whether they are in a store."""
         return self._store is not None
 
     @property
     def shard(self) -> Shard | None:
-        """Which neurons are in the store, if it is one of several machines'."""
+        """The store's shard, if it is one of several machines'."""
         return None if self._store is None else self._store.shard
 
     def has(self, part: str) -> bool:
@@ -93,20 +93,20 @@ class Parts:
         return plan
 
     def predictors(self, model_hash: str | None = None) -> FittedPredictors:
-        """All of them; none if there are none. Raises as :func:`torch_pi2.predict.file.load_predictors`."""
+        """All predictors, possibly none. Raises as :func:`torch_pi2.predict.file.load_predictors`."""
         if not self.has("predictors"):
             return FittedPredictors()
         with self._open("predictors") as (where, meta, tensor):
             return predictors_of(meta, tensor, where, self._wanted(model_hash))
 
     def each_predictor(self, model_hash: str | None = None) -> Iterator[tuple[str, AnyPredictor]]:
-        """As :meth:`predictors`, one after the other."""
+        """Like :meth:`predictors`, one at a time."""
         if self.has("predictors"):
             with self._open("predictors") as (where, meta, tensor):
                 yield from each_predictor(meta, tensor, where, self._wanted(model_hash))
 
     def stats(self, model_hash: str | None = None) -> ActivationStats | None:
-        """None if there are none. Raises as :meth:`ActivationStats.load`."""
+        """The statistics, or None. Raises as :meth:`ActivationStats.load`."""
         if not self.has("stats"):
             return None
         store, wanted = self._in_store("stats"), self._wanted(model_hash)
@@ -116,7 +116,7 @@ class Parts:
             return ActivationStats.from_tensors(store.part("stats"), meta, where, model_hash=wanted)
 
     def thresholds(self, model_hash: str | None = None) -> dict[str, float]:
-        """Those of :meth:`stats` by key, without their tensors; none if there are no statistics. Raises as that."""
+        """Thresholds of :meth:`stats` by key, without reading its tensors; empty without statistics. Raises as that."""
         if not self.has("stats"):
             return {}
         with self._open("stats") as (where, meta, _):
@@ -125,14 +125,14 @@ class Parts:
         return {row.at("key").text(empty=True): row.at("threshold").number() for row in rows}
 
     def check_stats(self, model_hash: str) -> None:
-        """As :meth:`stats`, of their metadata alone, which may be much less to read."""
+        """Check the metadata of :meth:`stats` alone, which may be much less to read."""
         if self.has("stats"):
             with self._open("stats") as (where, meta, _):
                 check_stats_artifact(where, meta, model_hash)
 
     @contextmanager
     def _open(self, part: str) -> Iterator[tuple[Path | str, Mapping[str, str], Callable[[str], torch.Tensor | None]]]:
-        """Where predictors or statistics are, their metadata, and what reads their tensors (None: there is none)."""
+        """Location, metadata and tensor reader (None: no such tensor) of predictors or statistics."""
         store = self._in_store(part)
         if store is not None:
             prefix = f"pi2.{part}."
@@ -142,11 +142,11 @@ class Parts:
             yield file.path, file.metadata, _reader(file)
 
     def _in_store(self, part: str) -> StoreReader | None:
-        """The store, if it has ``part``."""
+        """The store if it has ``part``, otherwise None."""
         return self._store if self._store is not None and f"pi2.{part}" in self._store.specs else None
 
     def _wanted(self, model_hash: str | None) -> str | None:
-        """The hash of the weights that parts must be made for: unless said otherwise the store's."""
+        """The weights' hash that parts must have: ``model_hash``, or the store's."""
         return model_hash or (None if self._store is None else self._store.model_hash)
 
     def _where(self, part: str) -> str:
@@ -163,11 +163,10 @@ def _reader(file: TensorReader, prefix: str = "") -> Callable[[str], torch.Tenso
 
 
 class PartFiles:
-    """The files of a folder ``pi2/`` as the tensors that a store has of them.
+    """The files of a folder ``pi2/`` as the tensors that a store would have of them.
 
     Args:
-        parts: some of ``PARTS`` (default: those that there are files of).
-
+        parts: some of ``PARTS`` (default: all with files).
     Attributes:
         specs: by their names in a store. paths: the files.
     """
@@ -189,7 +188,7 @@ class PartFiles:
         reader = self._readers[part] = TensorReader(tensors)
         text = read_text(first) if first != tensors else json.dumps(reader.metadata, sort_keys=True)
         data = torch.empty(0, dtype=torch.uint8)
-        if text:  # frombuffer takes no empty ones
+        if text:  # frombuffer refuses empty buffers
             data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         self._texts[f"pi2.{part}"] = data
         self.specs[f"pi2.{part}"] = Spec.of(data)
@@ -216,7 +215,7 @@ class PartFiles:
 
 
 def check_predictors(plan: Plan, found: Iterator[tuple[str, AnyPredictor]], where: str | Path) -> None:
-    """Raises ArtifactError unless every layer that wants a predictor has one of its kind and sizes in ``found``."""
+    """Raises ArtifactError: ``found`` lacks a predictor of the right kind and size for a layer of ``plan``."""
     missing = {layer.site.key: layer for layer in plan.layers if layer.method in PREDICTED}
     for key, predictor in found:
         layer = missing.pop(key, None)

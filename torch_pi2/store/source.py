@@ -1,7 +1,7 @@
-"""A float checkpoint on disk: its tensors by name, in one file or many, read piece by piece.
+"""A float checkpoint on disk: its tensors by name, in one or several files, read in pieces.
 
-Checkpoints have some parameters under other names than the model: transformers stacks the experts of a block when it
-loads a checkpoint that has them one by one, and Mixtral's blocks and Nemotron-H's models have another name there.
+Some parameters have other names in checkpoints: transformers stacks a block's experts when it loads a checkpoint that
+stores them singly, and renames parts of Mixtral and Nemotron-H.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 class Source(Protocol):
-    """Anything that has the values of a model's parameters, under their names in checkpoints.
+    """A source of values for a model's parameters, by their names in checkpoints.
 
     Attributes:
         folder: the folder or file, for messages. nbytes: of all its tensors.
@@ -53,7 +53,7 @@ class Source(Protocol):
 
 
 class Checkpoint:
-    """The tensors of a Hugging Face folder (``model.safetensors``, or the shards that its index names)."""
+    """The tensors of a Hugging Face folder (``model.safetensors``, or the files named in its index)."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -109,26 +109,24 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
-        """Of all its tensors."""
         return sum(spec.nbytes for file in self._files.values() for spec in file.specs.values())
 
     def __contains__(self, name: str) -> bool:
         return name in self._by_name
 
     def names(self) -> list[str]:
-        """Of all its tensors."""
         return list(self._by_name)
 
     def metadata(self) -> dict[str, str]:
-        """Strings by name, of all files' headers."""
+        """Metadata of all files' headers."""
         return {name: text for file in self._files.values() for name, text in file.metadata.items()}
 
     def spec(self, name: str) -> Spec:
-        """Raises ArtifactError if there is no such tensor."""
+        """Raises ArtifactError: there is no such tensor."""
         return self._file(name).spec(name)
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
-        """The tensor, or its rows ``[start, stop)``, in memory of its own."""
+        """A copy of the tensor, or of its rows ``[start, stop)``."""
         return self._file(name).read(name, rows)
 
     def read_into(self, name: str, tensor: torch.Tensor, row: int = 0) -> None:
@@ -136,11 +134,10 @@ class Checkpoint:
         self._file(name).read_into(name, tensor, row=row)
 
     def mapped(self, name: str) -> torch.Tensor:
-        """The tensor where it is, in one of the files of :meth:`memory`."""
+        """The tensor in place, in one of the files of :meth:`memory`."""
         return self._file(name).mapped(name)
 
     def memory(self) -> list[MappedFile]:
-        """Its files as memory."""
         return [file.memory for file in self._files.values()]
 
     def read_bytes(self, name: str, start: int, stop: int) -> torch.Tensor:
@@ -148,7 +145,7 @@ class Checkpoint:
         return self._file(name).read_bytes(name, start, stop)
 
     def check_float(self, name: str) -> None:
-        """Raises DtypeError if the tensor is not float (the checkpoint is quantised already)."""
+        """Raises DtypeError: the tensor is not float (the checkpoint is already quantised)."""
         dtype = self.spec(name).dtype
         if dtype not in DTYPES.values():
             raise DtypeError(
@@ -170,12 +167,11 @@ class Checkpoint:
 
 
 def wrong_shape(name: str, folder: Path, expected: object, found: object) -> ArtifactError:
-    """A tensor of a checkpoint with a shape that its model does not have."""
     fix = "The weights are not those of config.json and the plan beside them; get the checkpoint again."
     return ArtifactError(f"{name} in {folder}", expected=str(expected), found=str(found), fix=fix)
 
 
-#: Parts of a parameter's name, and what checkpoints may have instead.
+#: Part of a parameter's name, and its alternative in checkpoints.
 _OTHERS = ((".mlp.", ".block_sparse_moe."), ("model.", "backbone."))
 #: Names of an expert's matrices in checkpoints.
 _MATRICES = {"gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("down_proj", "w2")}
@@ -184,7 +180,7 @@ _EXPERT = re.compile(r"(?:.*\.)?(?P<block>\d+)\.(?:.*\.)?experts\.(?P<expert>\d+
 
 
 def expert_matrix(name: str) -> tuple[int, int, str] | None:
-    """Block, expert and role of the matrix with this name in a checkpoint; None: it is no expert's."""
+    """Block, expert and role of a matrix by its name in a checkpoint; None: it belongs to no expert."""
     found = _EXPERT.fullmatch(name)
     if found is None or found["part"] not in _ROLES:
         return None
@@ -192,12 +188,12 @@ def expert_matrix(name: str) -> tuple[int, int, str] | None:
 
 
 def stored_name(checkpoint: Source, name: str) -> str:
-    """The checkpoint's name of parameter ``name``; that name itself if it has none."""
+    """The checkpoint's name of parameter ``name``, or ``name`` itself if it has none."""
     return next((n for n in (name, *(name.replace(*pair, 1) for pair in _OTHERS)) if n in checkpoint), name)
 
 
 class ExpertMatrix:
-    """One of the matrices of an expert in a checkpoint: alone, or in a stack of all experts.
+    """A matrix of one expert in a checkpoint, stored alone or in a stack of all experts.
 
     Attributes:
         name: of the tensor. shape: expected shape of the matrix. first: its first row in the tensor.
@@ -215,11 +211,11 @@ class ExpertMatrix:
         if self.stacked and ref.expert is not None:
             per_expert = hidden if role == "down" else site.rows_per_neuron * n - n
             self.first = ref.expert * per_expert + (ref.rows or (0, 0))[0]
-            self._whole = (per_expert, self.shape[1])[:: -1 if ref.transposed else 1]  # of the expert, as it is stored
+            self._whole = (per_expert, self.shape[1])[:: -1 if ref.transposed else 1]  # the expert's matrix as stored
 
     @property
     def fits(self) -> bool:
-        """Whether the tensor has the shape for such a matrix. Raises ArtifactError: there is no tensor."""
+        """Whether the tensor has the right shape. Raises ArtifactError: there is no tensor."""
         shape = self._checkpoint.spec(self.name).shape
         if not self.stacked:
             return shape == self.shape
@@ -229,16 +225,16 @@ class ExpertMatrix:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the tensor. Raises ArtifactError: there is none."""
+        """Raises ArtifactError: there is no tensor."""
         return self._checkpoint.spec(self.name).dtype
 
     def read(self) -> torch.Tensor:
-        """The matrix, in memory of its own."""
+        """A copy of the matrix."""
         self.read_into(matrix := torch.empty(self.shape, dtype=self.dtype))
         return matrix
 
     def read_into(self, matrix: torch.Tensor) -> None:
-        """Fill ``matrix``, of this shape and the tensor's dtype."""
+        """Fill ``matrix``, of :attr:`shape` and :attr:`dtype`."""
         if not self.stacked:
             self._checkpoint.read_into(self.name, matrix)
             return

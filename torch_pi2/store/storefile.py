@@ -1,8 +1,8 @@
-"""Reading ``pi2/model.pi2``, the neuron store: the weights of a model with every neuron in a slot of its own.
+"""Reading ``pi2/model.pi2``, the neuron store: a model's weights with every neuron in a slot of its own.
 
-It is a safetensors file that replaces ``weights.safetensors``: the same metadata and tensors, but neurons are in slots
-that a device reads whole, each with a checksum, and a superblock says where (docs/STORE.md). This is the reader in
-Python; the C++ core reads superblock and slots itself.
+It is a safetensors file that replaces ``weights.safetensors``, with the same metadata and tensors, except that neurons
+are in checksummed slots that suit the device's block size, located by a superblock (docs/STORE.md). This is the Python
+reader; the C++ core reads superblock and slots itself.
 """
 
 from __future__ import annotations
@@ -31,44 +31,44 @@ from torch_pi2.types.site import FFNSite
 
 STORE_FILE = "model.pi2"
 STORE_FORMAT = "torch_pi2.store"
-#: Version 1, which had plan, predictors and statistics in files beside it, is not read any more.
+#: Version 1, with plan, predictors and statistics in separate files, is no longer supported.
 STORE_VERSIONS = ("2", "3", "4")
-#: Version of ``weights.safetensors`` -> version of a store with its metadata: 3 has linear layers in several formats,
-#: or a quantised embedding; 4 has neurons in another format than the rest, or in two.
+#: Version of ``weights.safetensors`` -> version of a store with its metadata. 3: linear layers in several formats,
+#: or a quantised embedding; 4: neurons in another format than the rest, or in two.
 _STORE_VERSIONS_OF = {WEIGHTS_VERSION: "2", MIXED_VERSION: "3", PAIRS_VERSION: "4"}
 SUPERBLOCK = "pi2.superblock"
-#: Key in the metadata of a store that has some of the neurons.
+#: Metadata key of stores with a shard.
 SHARD = "shard"
 PADDING = re.compile(r"pi2\.padding\.\d+")
-#: Parts besides the weights: a text ``pi2.PART`` and tensors ``pi2.PART.NAME``. The plan is always there.
+#: Parts besides the weights: a text ``pi2.PART`` and tensors ``pi2.PART.NAME``. The plan is mandatory.
 PARTS = ("plan", "predictors", "stats")
 _PART = re.compile(rf"pi2\.({'|'.join(PARTS)})(?:\.|$)")
 
-#: Bytes of a tensor that get a checksum together; see ``tensor_check``.
+#: Bytes per checksum of a tensor; see ``tensor_check``.
 BLOCK = 4096
 #: Bytes read at a time, a multiple of ``BLOCK``.
 PIECE = 8 << 20
 
 
 def weights_path(pi2: Path) -> Path | None:
-    """The file with the quantised weights of a folder ``pi2/``, the store if there is one; None: they are float."""
+    """The file with the quantised weights of a folder ``pi2/``, preferably its store; None: they are float."""
     return next((pi2 / name for name in (STORE_FILE, WEIGHTS_FILE) if os.path.lexists(pi2 / name)), None)
 
 
 def open_weights(pi2: Path) -> QuantizedWeights:
-    """That file, open. Raises ArtifactError if there is none, or as its reader does."""
+    """Open that file. Raises ArtifactError: there is none, or it is damaged."""
     path = weights_path(pi2) or pi2 / WEIGHTS_FILE
     return StoreReader(path) if path.name == STORE_FILE else QuantizedWeights(path)
 
 
 def store_version(weights: Mapping[str, str]) -> str:
-    """Version of a store made from a weights file or a store with this metadata."""
+    """Version of a store made from a file with this metadata."""
     found = weights["pi2_version"]
     return found if weights["pi2_format"] == STORE_FORMAT else _STORE_VERSIONS_OF[found]
 
 
 def format_fields(kind: str, hidden: int) -> dict[str, int]:
-    """The fields of a :class:`LayerEntry` for the format, or the two formats, of its neurons."""
+    """The fields of a :class:`LayerEntry` for the format, or pair of formats, of its neurons."""
     first, down = formats_of(kind)
     found = {"weights": FORMATS[first].code, "row_bytes": row_bytes(first, hidden), "down": 0, "down_row_bytes": 0}
     if down != first:
@@ -77,20 +77,20 @@ def format_fields(kind: str, hidden: int) -> dict[str, int]:
 
 
 def hot_neurons(layer: LayerPlan) -> int:
-    """Hot neurons of a layer in the superblock: all of them if it is computed densely, as in ``SparseFFN``."""
+    """Number of hot neurons for the superblock: all of them in a dense layer, as in ``SparseFFN``."""
     return layer.site.intermediate if layer.method == Method.DENSE else layer.n_hot
 
 
 def part_of(name: str) -> str | None:
-    """Which of ``PARTS`` the tensor ``name`` belongs to; None: a weight, or part of the format."""
+    """The one of ``PARTS`` that tensor ``name`` belongs to, or None."""
     match = _PART.match(name)
     return None if match is None else match.group(1)
 
 
 def metadata_check(metadata: Mapping[str, str]) -> str:
-    """The checksum of a store's metadata, 8 hexadecimal digits: CRC32C of ``NAME NUL VALUE NUL`` in order of names.
+    """Checksum of a store's metadata, 8 hexadecimal digits: CRC32C of ``NAME NUL VALUE NUL`` in order of names.
 
-    It covers all but itself and ``checks``, every digit of which is compared with something.
+    It excludes itself and ``checks``, whose digits are all compared with data.
     """
     pairs = sorted((name, value) for name, value in metadata.items() if name not in ("checks", "metadata_check"))
     text = "".join(f"{name}\0{value}\0" for name, value in pairs).encode(errors="surrogatepass")
@@ -98,18 +98,15 @@ def metadata_check(metadata: Mapping[str, str]) -> str:
 
 
 def check_bytes(checksums: torch.Tensor) -> torch.Tensor:
-    """Checksums, int64 ``[N]``, as in the file: uint8 ``[4 N]``, little endian."""
+    """Checksums, int64 ``[N]``, as stored: uint8 ``[4 N]``, little endian."""
     return torch.from_numpy(checksums.numpy().astype("<u4")).view(torch.uint8)
 
 
 def tensor_check(name: str, spec: Spec, blocks: list[torch.Tensor]) -> str:
-    """The checksum of a tensor that is no neuron, 8 hexadecimal digits.
+    """Checksum of a tensor other than neurons, 8 hexadecimal digits; ``blocks``: :func:`block_checks` of its bytes.
 
-    CRC32C over the little-endian CRC32Cs of: its name, dtype and shape as text, then its pieces of ``BLOCK`` bytes.
-    So blocks can be checked in parallel, and a header that renames a tensor is noticed.
-
-    Args:
-        blocks: :func:`block_checks` of its bytes, in order.
+    It is the CRC32C of several little-endian CRC32Cs: of name, dtype and shape as text, and of each ``BLOCK`` bytes. So
+    blocks can be checked in parallel, and a renamed tensor is detected.
     """
     text = torch.frombuffer(bytearray(f"{name} {spec}".encode(errors="surrogatepass")), dtype=torch.uint8)
     parts = check_bytes(torch.cat([crc32c(text[None]), *blocks]))
@@ -117,18 +114,18 @@ def tensor_check(name: str, spec: Spec, blocks: list[torch.Tensor]) -> str:
 
 
 def block_checks(data: torch.Tensor) -> torch.Tensor:
-    """CRC32C of every ``BLOCK`` bytes of uint8 ``[n]``, and of the rest: int64 ``[ceil(n / BLOCK)]``."""
+    """CRC32C of every ``BLOCK`` bytes of uint8 ``[n]``, the last ones possibly fewer: int64 ``[ceil(n / BLOCK)]``."""
     whole = len(data) - len(data) % BLOCK
     parts = (data[:whole].view(-1, BLOCK), data[None, whole:].contiguous())
     return torch.cat([crc32c(part) for part in parts if part.numel()])
 
 
 class StoreReader(QuantizedWeights):
-    """An open neuron store. Everything that is read is compared with its checksum, the superblock on opening.
+    """An open neuron store. All data is compared with its checksum when read, the superblock when the store is opened.
 
     Attributes:
-        keys: of the layers' sites, in plan order. entries: where their neurons are, in the same order.
-        shard: which neurons of a model for several machines are here; None: all.
+        keys: of the layers' sites, in plan order. entries: locations of their neurons, in the same order.
+        shard: the neurons that are in this store; None: all.
     """
 
     file_format, file_versions, pairs_version = STORE_FORMAT, STORE_VERSIONS, _STORE_VERSIONS_OF[PAIRS_VERSION]
@@ -150,7 +147,7 @@ class StoreReader(QuantizedWeights):
             raise
 
     def _names(self) -> tuple[list[str], dict[str, str]]:
-        """Keys of the layers, and checksums of the other tensors; together with ours they are all that there is."""
+        """Keys of the layers, and checksums of the other tensors; together with ours they must be all tensors."""
         layers = self._json("layers")
         keys = [key.text(empty=True) for key in layers.items()]
         checks = {name: check.text(empty=True) for name, check in self._json("checks").each().items()}
@@ -189,7 +186,7 @@ class StoreReader(QuantizedWeights):
         return block
 
     def _check_entry(self, key: str, entry: LayerEntry) -> None:
-        """Raises KeyError or ValueError unless ``entry`` makes sense and is what the header says."""
+        """Raises KeyError or ValueError: ``entry`` is invalid or contradicts the header."""
         formats = format_fields(self.format_of(key), entry.hidden)
         wanted = {
             "rows": entry.rows in (2, 3),
@@ -208,14 +205,14 @@ class StoreReader(QuantizedWeights):
             raise ValueError(f"{', '.join(wrong)} of {key}: {entry}")
 
     def _wanted_chunks(self, key: str, entry: LayerEntry) -> tuple[int, int]:
-        """Neurons, and neurons of a chunk, that the superblock must have for ``key``."""
+        """Expected number of neurons, and neurons per chunk, in the superblock's entry for ``key``."""
         if self.shard is None:
             return entry.neurons, 0
         mine = self.shard.layers[key]
         return mine.neurons, mine.chunk
 
     def _check_parts(self) -> None:
-        """Raises ValueError for a part without its text or another tensor of ours, and for damaged metadata."""
+        """Raises ValueError: a part without its text, an unknown tensor of ours, or damaged metadata."""
         for name in self.checks:
             part = part_of(name)
             if part is None and name.startswith("pi2."):
@@ -230,25 +227,25 @@ class StoreReader(QuantizedWeights):
             raise ValueError(f"metadata has checksum {found}, not {self.metadata['metadata_check']}")
 
     def provenance(self) -> dict[str, Any]:
-        """Where the store comes from; empty if unknown. Raises ArtifactError: no JSON."""
+        """Origin of the store; empty if unknown. Raises ArtifactError: not JSON."""
         if "provenance" not in self.metadata:
             return {}
         return self._json("provenance").names(allowed=None)
 
     def text(self, part: str) -> str:
-        """The text of one of ``PARTS`` that is there, compared with its checksum. Raises ArtifactError."""
+        """The text of a part, verified. Raises ArtifactError."""
         try:
             return self.read(f"pi2.{part}").numpy().tobytes().decode()
         except UnicodeDecodeError as error:
             self._damaged(f"pi2.{part}: {error}")
 
     def part(self, part: str) -> dict[str, torch.Tensor]:
-        """The tensors of one of ``PARTS``, without ``pi2.PART.`` before their names. Raises ArtifactError."""
+        """The tensors of a part, without the prefix ``pi2.PART.``. Raises ArtifactError."""
         prefix = f"pi2.{part}."
         return {name.removeprefix(prefix): self.read(name) for name in self.specs if name.startswith(prefix)}
 
     def check_plan(self, plan: Plan) -> None:
-        """Also raises for other layers or neuron orders. Which neurons are hot may be planned again."""
+        """Also raises for other layers or neuron orders; the numbers of hot neurons may differ."""
         super().check_plan(plan)
         found = self.metadata.get("orders_hash", "")
         keys = self.keys if self.shard is None else [*self.shard.layers]
@@ -261,7 +258,7 @@ class StoreReader(QuantizedWeights):
             )
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
-        """As in ``TensorReader``; a whole tensor is compared with its checksum. Neurons are returned as slots."""
+        """As in ``TensorReader``, verified if the whole tensor is read. Neurons are returned as slots."""
         tensor = super().read(name, rows)
         if rows is None and name in self.checks:
             data = tensor.reshape(-1).view(torch.uint8)
@@ -269,7 +266,7 @@ class StoreReader(QuantizedWeights):
         return tensor
 
     def compare(self, name: str, blocks: list[torch.Tensor]) -> None:
-        """Raises ArtifactError unless ``blocks``, checksums of tensor ``name`` as read, are those of packing."""
+        """Raises ArtifactError: ``blocks``, checksums of tensor ``name`` as read, differ from those in the file."""
         found = tensor_check(name, self.specs[name], blocks)
         if found != self.checks[name]:
             self._damaged(f"{name} has checksum {found}, not {self.checks[name]}")
@@ -286,10 +283,8 @@ class StoreReader(QuantizedWeights):
         return self.read_layer(index, rows)
 
     def read_layer(self, index: int, rows: tuple[int, int] | None = None) -> torch.Tensor:
-        """Bundles of layer ``index`` of the plan, or of its neurons ``[start, stop)``, compared with their checksums.
-
-        Returns:
-            uint8 ``[neurons, R, row_bytes]`` in plan order, of two formats ``[neurons, bytes]``.
+        """Neurons of layer ``index`` of the plan, or its neurons ``[start, stop)`` in plan order, verified: uint8
+        ``[neurons, R, row_bytes]``, or ``[neurons, bytes]`` with two formats.
         """
         entry = self.entries[index]
         start, stop = rows or (0, entry.neurons)
@@ -300,7 +295,7 @@ class StoreReader(QuantizedWeights):
         return out
 
     def _pieces(self, index: int, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Position of the first neuron, and neurons ``[n, neuron_bytes]``, compared with their checksums."""
+        """Position of the first neuron, and verified neurons ``[n, neuron_bytes]``."""
         entry, key = self.entries[index], self.keys[index]
         first, last = start // entry.cluster, -(-stop // entry.cluster)  # slots
         step = max(1, PIECE // entry.slot_bytes)
@@ -323,7 +318,7 @@ class StoreReader(QuantizedWeights):
             yield at, neuron_rows
 
     def verify(self, progress: bool = False) -> int:
-        """Compare everything in the file with its checksum; bytes compared."""
+        """Compare everything in the file with its checksum; returns the number of bytes."""
         done = self.specs[SUPERBLOCK].nbytes
         with bar(None, "verify", progress, total=self.file_bytes, unit="B", unit_scale=True, delay=2) as shown:
             for index, entry in enumerate(self.entries):
@@ -342,11 +337,11 @@ class StoreReader(QuantizedWeights):
 
     @property
     def file_bytes(self) -> int:
-        """Size of the file, as its header has it."""
+        """Size of the file according to its header."""
         return max(start + self.specs[name].nbytes for name, start in self._start.items())
 
     def regions(self) -> dict[str, int]:
-        """Bytes of the file by what they are for; together all of it."""
+        """Bytes of the file by purpose; their sum is the file's size."""
         found = {"header": self.offset(SUPERBLOCK), "superblock": self.specs[SUPERBLOCK].nbytes}
         found["bundles"] = sum(entry.neurons * entry.neuron_bytes for entry in self.entries)
         found["slot_padding"] = sum(entry.slots_in_file * entry.slot_bytes for entry in self.entries) - found["bundles"]

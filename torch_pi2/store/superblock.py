@@ -1,4 +1,4 @@
-"""The superblock of a neuron store: all that the C++ core reads to find neurons (docs/STORE.md has the offsets)."""
+"""The superblock of a neuron store: what the C++ core needs to locate neurons (docs/STORE.md has the offsets)."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from torch_pi2.ops.crc32c import crc32c
 
 MAGIC = b"PI2STORE"
-#: 1: a slot for every neuron; 2: slots of clusters; 3: down rows of another format; 4: some of a layer's chunks.
+#: 1: a slot per neuron; 2: a slot per cluster; 3: down rows in another format; 4: shards, with some of the chunks.
 VERSIONS = (1, 2, 3, 4)
-#: Slots of a layer, the superblock and the data begin at multiples of this.
+#: Alignment of the superblock, the data and each layer's slots.
 PAGE = 4096
-#: Slots are multiples of this, the smallest block of a device.
+#: Alignment of slots: the smallest block of a device.
 SECTOR = 512
-#: Neurons in a slot at most: divides the number of neurons of any chunk that is computed.
+#: Most neurons in a slot; divides the neurons of any chunk that is computed.
 MOST_CLUSTER = 64
-#: Bytes of the part that is there once, and of a layer's entry.
+#: Bytes of the fixed part, and of each layer's entry.
 _PART = 128
 _HEADER = struct.Struct("<8sIIQQII32s")
 _ENTRY = struct.Struct("<QQIIIIIIIIIIII")
@@ -26,16 +26,16 @@ _ENTRY = struct.Struct("<QQIIIIIIIIIIII")
 
 @dataclass(frozen=True)
 class LayerEntry:
-    """Where one layer's neurons are, in the order of the fields in the file.
+    """Location and format of one layer's neurons, in the file's field order.
 
     Attributes:
-        slots: file offset of the first slot. checks: file offset of the checksums, 4 bytes a neuron.
-        neurons, hidden, rows: I, H and R. weights: the code of its format.
-        slot_bytes: from one slot to the next. row_bytes: of one of the R rows that a slot begins with.
-        n_hot: the first neurons, computed densely. layer: the site's number.
-        cluster: neurons in a slot, a power of two up to ``MOST_CLUSTER``; the last slot may have fewer.
-        down, down_row_bytes: code and bytes of down rows that have another format; 0: they are as the others.
-        chunk: neurons of a chunk of the whole layer, of which the file has some chunks; 0: it has the whole layer.
+        slots: file offset of the first slot. checks: file offset of the checksums, 4 bytes per neuron.
+        neurons, hidden, rows: I, H and R. weights: code of the format.
+        slot_bytes: distance between slots. row_bytes: bytes of one of the R rows at the start of a slot.
+        n_hot: number of leading neurons that are computed densely. layer: the site's number.
+        cluster: neurons per slot, a power of two up to ``MOST_CLUSTER``; the last slot may have fewer.
+        down, down_row_bytes: format code and bytes of down rows; 0: the same as other rows.
+        chunk: neurons per chunk of the complete layer, if the file has only some of its chunks; 0: it has all.
     """
 
     slots: int
@@ -55,29 +55,24 @@ class LayerEntry:
 
     @property
     def neuron_bytes(self) -> int:
-        """Of a neuron. A slot has ``cluster`` of them; the rest is zeros."""
+        """Bytes per neuron. A slot has ``cluster`` neurons, then zeros."""
         return (self.rows - 1) * self.row_bytes + (self.down_row_bytes or self.row_bytes)
 
     @property
     def slots_in_file(self) -> int:
-        """How many slots the neurons take."""
         return -(-self.neurons // self.cluster)
 
 
 @dataclass(frozen=True)
 class Superblock:
-    """The whole of it.
-
-    Attributes:
-        file_bytes: size of the file. model_hash: 32 bytes. layers: in plan order.
-    """
+    """``file_bytes``: size of the file; ``model_hash``: 32 bytes; ``layers``: in plan order."""
 
     file_bytes: int
     model_hash: bytes
     layers: tuple[LayerEntry, ...]
 
     def pack(self) -> bytes:
-        """Its bytes, ``superblock_bytes(len(layers))`` of them."""
+        """Serialise to ``superblock_bytes(len(layers))`` bytes."""
         size = superblock_bytes(len(self.layers))
         fields = (size, self.file_bytes, len(self.layers), PAGE, self.model_hash)
         clusters = any(entry.cluster > 1 for entry in self.layers)
@@ -93,7 +88,7 @@ class Superblock:
 
     @staticmethod
     def parse(data: bytes) -> Superblock:
-        """What ``pack`` made ``data`` of. Raises ValueError, with the reason, if it is not what it makes."""
+        """Inverse of :meth:`pack`. Raises ValueError with the reason: ``data`` is no valid superblock."""
         if len(data) < PAGE or len(data) % PAGE:
             raise ValueError(f"a superblock of {len(data)} bytes")
         magic, version, checksum, size, file_bytes, layers, page, model_hash = _HEADER.unpack_from(data)
@@ -125,13 +120,13 @@ def superblock_bytes(layers: int) -> int:
 
 
 def slot_bytes(neuron_bytes: int) -> int:
-    """Bytes from one slot to the next: rounded up to a page, or to a sector where a page would hold several neurons."""
+    """Distance between slots: rounded up to a page, or to a sector where a page would hold several neurons."""
     align = PAGE if neuron_bytes >= PAGE else SECTOR
     return -(-neuron_bytes // align) * align
 
 
 def hash_bytes(model_hash: str) -> bytes:
-    """A plan's hexadecimal hash as the 32 bytes of the superblock. Raises ValueError if it is none."""
+    """A plan's hexadecimal hash as the superblock's 32 bytes. Raises ValueError: invalid."""
     return bytes.fromhex(model_hash)[:32].ljust(32, b"\0")
 
 

@@ -1,25 +1,23 @@
-"""How often the neurons of a synthetic layer fire, and gate rows that make them fire so.
+"""Firing frequencies of a synthetic layer's neurons, and gate rows that produce them.
 
-**The law.** The share of tokens for which the neuron of rank u in (0, 1] fires is ``p(u) = min(0.95, c u^-s)``: a few
-hot neurons and a long tail. ``c`` sets the mean, ``s`` is chosen so that 43 % of the neurons make 80 % of the
-activations, as measured in one ReGLU block of LLaMA2-70B (PowerInfer, arXiv 2312.12456).
+**The law.** The neuron of rank u in (0, 1] fires for a share ``p(u) = min(0.95, c u^-s)`` of tokens: a few hot neurons
+and a long tail. ``c`` sets the mean. ``s`` is chosen so that 43 % of the neurons make 80 % of the activations, as
+measured in one ReGLU block of LLaMA2-70B (PowerInfer, arXiv 2312.12456).
 
 **The mechanism.** A token's normalised input is ``x = (d + n) / sqrt(2)``: d a fixed vector of +-1, n standard normal
-and different for every token. A gate row is ``w = beta d / H + g`` with ``|g| = 1`` orthogonal to d, so that
-``sqrt(2) w x`` is normal with mean beta and deviation 1, and ``beta = Phi^-1(p)`` makes it positive for a share p of
-tokens.
+and different for every token. A gate row is ``w = beta d / H + g`` with ``|g| = 1`` orthogonal to d, so that ``sqrt(2)
+w x`` is normal with mean beta and deviation 1, and ``beta = Phi^-1(p)`` makes it positive for a share p of tokens.
 
-**Locality.** Text stays with a topic for a while, and so do the neurons that fire for it. Ids of a vocabulary come in
-topics of ``TOPIC_IDS``, whose embeddings share a part of their noise: ``n = sqrt(c) n_topic + sqrt(1 - c) n_id``. With
-c = ``LOCALITY`` and topics of ``TOPIC_TOKENS`` tokens on average, a layer with 10 % of its neurons active wants in each
-token 2.4 % that none of the five tokens before has wanted, which together wanted 25 %: what "LLM in a flash"
-(arXiv 2312.11514) measured for OPT-6.7B is 2.4 % and 24 %. Half of the neurons in a cache that evicts the oldest then
-hold 94 % of what is wanted (PowerInfer-2, arXiv 2406.06282, reports 95 % for its cache). ``examples/`` has no model
-large enough to measure this on.
+**Locality.** Text stays with a topic for a while, and so do the neurons that fire. Ids are grouped into topics of
+``TOPIC_IDS``, whose embeddings share part of their noise: ``n = sqrt(c) n_topic + sqrt(1 - c) n_id``. With c =
+``LOCALITY`` and ``TOPIC_TOKENS`` tokens per topic on average, in a layer with 10 % active neurons, each token needs 2.4
+% that none of the five previous tokens needed, which together needed 25 %; "LLM in a flash" (arXiv 2312.11514) measured
+2.4 % and 24 % for OPT-6.7B. A FIFO cache of half the neurons then holds 94 % of the needed ones (PowerInfer-2, arXiv
+2406.06282, reports 95 % for its cache). No model in ``examples/`` is large enough to measure this.
 
-**The predictor.** ``g = sqrt(1 - rho^2) U V + rho e``: V ``[r, H]`` is shared by the layer's neurons, e is what no
-predictor of rank r can know. The predictor has a relu after its first matrix, which its rows therefore pass with a
-constant 3 deviations above zero, taken off again in the bias.
+**The predictor.** ``g = sqrt(1 - rho^2) U V + rho e``: V ``[r, H]`` is shared by the layer's neurons, and e is
+invisible to a predictor of rank r. The predictor has a relu after its first matrix. A constant of 3 deviations lifts
+values above zero there, and the bias subtracts it again.
 """
 
 from __future__ import annotations
@@ -37,26 +35,26 @@ from torch_pi2.formats import FLOATS, row_bytes
 from torch_pi2.predict.lowrank import LowRankRows
 from torch_pi2.types.method import PredictorCard
 
-#: Share of a block's neurons that makes ``_ACTIVATIONS`` of its activations.
+#: This share of a block's neurons makes ``_ACTIVATIONS`` of its activations.
 _NEURONS, _ACTIVATIONS = 0.43, 0.80
-#: The hottest neurons fire for at most this share of tokens.
+#: Largest frequency of a neuron.
 _MOST = 0.95
-#: Part c of the noise that the tokens of a topic share, ids of a topic, and tokens that a text stays with it.
+#: Shared part c of the noise in a topic, ids per topic, and mean length of a topic in tokens.
 LOCALITY, TOPIC_IDS, TOPIC_TOKENS = 0.4, 128, 64
-#: Part of a gate row that is random to the predictor, besides rounding.
+#: rho: part of a gate row that the predictor cannot represent, besides rounding.
 RESIDUAL = 0.1
-#: Deviations by which the predictor's hidden values are lifted over the relu.
+#: Deviations by which the predictor's hidden values are lifted above zero.
 _LIFT = 3.0
 #: Format of the predictor.
 _WEIGHTS = "int4"
-#: Recall at which the predictor's threshold is set.
+#: Recall of the predictor at its threshold.
 _RECALL = 0.96
-#: Tokens by which the threshold is set, and as many others by which the predictor is measured.
+#: Tokens to set the threshold; as many others measure the predictor.
 _TOKENS = 192
 
 
 def power_law(neurons: int, active: float) -> torch.Tensor:
-    """``[neurons]`` float64 shares of tokens, falling, with mean ``active`` (0 < active < 0.95)."""
+    """``[neurons]`` float64 frequencies, descending, with mean ``active`` (0 < active < 0.95)."""
     u = (torch.arange(neurons, dtype=torch.float64) + 0.5) / neurons
 
     def law(s: float) -> torch.Tensor:
@@ -66,7 +64,7 @@ def power_law(neurons: int, active: float) -> torch.Tensor:
             low, high = (c, high) if float((c * u**-s).clamp_max(_MOST).mean()) < active else (low, c)
         return (low * u**-s).clamp_max(_MOST)
 
-    # where many fire, no law reaches 80 %: then nearly what can be reached
+    # if many fire, no law reaches 80 %; use nearly the most that is possible
     most = min(1.0, _NEURONS * _MOST / active)
     wanted = min(_ACTIVATIONS, 0.9 * most + 0.1 * _NEURONS)
     low, high = 0.0, 8.0
@@ -83,7 +81,7 @@ def direction(hidden: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def embedding_noise(ids: int, hidden: int, locality: float, generator: torch.Generator) -> torch.Tensor:
-    """Noise ``[ids, hidden]`` of unit variance, of ids whose first begins a topic."""
+    """Noise ``[ids, hidden]`` of unit variance; the first id begins a topic."""
     own = torch.randn((ids, hidden), generator=generator)
     if locality == 0:
         return own
@@ -92,9 +90,9 @@ def embedding_noise(ids: int, hidden: int, locality: float, generator: torch.Gen
 
 
 class TokenStream:
-    """Ids of a synthetic model's vocabulary, drawn at random: of one topic after another, or all independent.
+    """Random ids of a synthetic model's vocabulary, topic by topic or all independent.
 
-    A model with random weights generates no text: it repeats itself, which would flatter any cache.
+    Text generated with random weights repeats itself, which would flatter any cache.
     """
 
     def __init__(self, vocabulary: int, *, topics: bool, generator: torch.Generator) -> None:
@@ -121,8 +119,8 @@ class GateMaker:
     """Gate rows of one layer and, if ``rank``, their predictor.
 
     Args:
-        d: the direction ``[H]``. p: shares of tokens ``[I]``.
-        weights: format of the gate rows. rank: of their predictor, in int4; 0: there is none.
+        d: the direction ``[H]``. p: firing frequencies ``[I]``.
+        weights: format of the gate rows. rank: of the predictor, in int4; 0: none.
     """
 
     def __init__(
@@ -140,7 +138,7 @@ class GateMaker:
         self.rank = min(rank, hidden - 1)
         self._scores, self._fires, self._b, self._bias = (list[torch.Tensor]() for _ in range(4))
         if self.rank:
-            # 2 T tokens as the layers will see them
+            # 2 T inputs like those of the layers
             n = torch.randn((2 * _TOKENS, hidden), generator=generator)
             self._x = (d + n - (n @ d)[:, None] * (d / hidden)) / math.sqrt(2)
             v = torch.randn((self.rank, hidden), generator=generator) / math.sqrt(hidden)
@@ -158,7 +156,7 @@ class GateMaker:
         return values
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
-        """Gate rows of neurons ``[start, stop)`` as stored, uint8, to be asked for in order."""
+        """Gate rows of neurons ``[start, stop)`` as stored, uint8; call it in order."""
         hidden, count = len(self.d), stop - start
         offset = self.beta[start:stop, None] * (self.d / hidden)
         if not self.rank:
@@ -181,13 +179,13 @@ class GateMaker:
             self._fires.append(self._x @ gate.T > 0)
             self._b.append(torch.ops.pi2.quantize(u, _WEIGHTS))
             b = self._float(self._b[-1], self.rank, _WEIGHTS)
-            # from the rounded rows on both sides, so that rounding shifts no neuron's threshold
+            # both terms from rounded rows, so that rounding shifts no neuron's threshold
             self._bias.append(gate @ self.d / math.sqrt(2) - b @ self._mean_z)
             self._scores.append(torch.addmm(self._bias[-1], self._z, b.T))
         return rows
 
     def predictor(self, first_cold: int) -> LowRankRows:
-        """The predictor, after all rows are made, measured on neurons from ``first_cold`` on."""
+        """The predictor, after all rows were made, measured on neurons from ``first_cold`` on."""
         scores = torch.cat(self._scores, 1)[:, first_cold:]
         fires = torch.cat(self._fires, 1)[:, first_cold:]
         firing = scores[:_TOKENS][fires[:_TOKENS]].sort().values
@@ -208,12 +206,11 @@ class GateMaker:
 
 
 def random_rows(count: int, columns: int, weights: str, deviation: float, generator: torch.Generator) -> torch.Tensor:
-    """``count`` rows as stored, uint8, of independent numbers with mean nearly 0 and standard ``deviation``.
+    """``count`` rows as stored, uint8, of independent numbers with mean near 0 and standard ``deviation``.
 
-    Floats are normal, quantised numbers uniform, which is cheap: random bytes and one scale, its sign random by group.
-    Without that, the mean of -8..7 (int4) or -128..127 (int8), half a step below zero, would be common to all rows:
-    after a few layers a model is nothing but that. Rows that do not end with a whole group are quantised from normal
-    numbers.
+    Floats are normal. Quantised numbers are uniform, which is cheap: random bytes and one scale with a random sign per
+    group. The signs cancel the mean of -8..7 (int4) or -128..127 (int8), half a step below zero, which would dominate a
+    model after a few layers. Rows that do not end with a whole group are quantised from normal numbers.
     """
     if weights in FLOATS or columns % 32:
         values_NK = torch.randn((count, columns), generator=generator) * deviation
@@ -251,7 +248,7 @@ def _experts(count: int, used: int, **more: Any) -> dict[str, Any]:
     return {"num_experts": count, "num_experts_per_tok": used, "norm_topk_prob": True, **more}
 
 
-#: ``llama-1b`` has the sizes of TinyLlama-like benchmarks (2048, 8192, 16 layers), not those of one published model;
+#: ``llama-1b`` has the sizes of TinyLlama-like benchmarks (2048, 8192, 16 layers), not of a published model;
 #: ``llama-13b`` has those of Llama-2-13B, ``llama-70b`` those of Llama-3-70B; ``smallthinker-4b`` and ``gpt-oss-20b``
 #: those of SmallThinker-4B-A0.6B and gpt-oss-20b, in the form of Qwen3-MoE.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -290,11 +287,11 @@ _COMMON = {
 
 
 def build_config(shape: str | Mapping[str, Any], **more: Any) -> Any:
-    """A transformers configuration of ``shape`` (a name in ``SHAPES`` or configuration values), ``more`` on top.
+    """A transformers configuration of ``shape`` (a name in ``SHAPES`` or configuration values), updated with ``more``.
 
     Raises:
-        ConfigError: unknown name or model type, or sizes that do not fit together.
-        LibraryMissingError: transformers is not installed.
+        ConfigError: unknown name or model type, or mismatched sizes. LibraryMissingError: transformers is not
+            installed.
     """
     try:
         import transformers

@@ -1,10 +1,10 @@
-"""Modelling code that this user has allowed to run, remembered by its hash; and the tokenizer of a model.
+"""Modelling code that the user has allowed to run, remembered by its hash; and the tokenizer of a model.
 
-transformers runs the Python files of a checkpoint only with ``trust_remote_code=True``. A folder that we write from
-such a checkpoint has copies of them. Nothing *in* a folder can allow them to run, as anyone could write that; so a hash
-of the allowed code is kept in the user's cache. It is written when a folder is made from a model whose code runs
-already (:func:`torch_pi2.save`), or with ``trust_remote_code=True`` (``quantize``, ``pack``). It holds for folders with
-a ``pi2/`` that have exactly these Python files. One more file, or another byte, needs consent again.
+transformers runs a checkpoint's Python files only with ``trust_remote_code=True``. Folders written from such a
+checkpoint have copies of them. Since anything *in* a folder could be forged, hashes of allowed code are kept in the
+user's cache. They are recorded by :func:`torch_pi2.save` for code that already runs, and by ``quantize`` and ``pack``
+with ``trust_remote_code=True``. A hash covers folders with a ``pi2/`` and exactly these Python files; any change needs
+consent again.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error
 
 _log = logging.getLogger("torch_pi2")
 
-#: Files that tell transformers which class of which file to run.
+#: Files that name the classes for transformers to run.
 _NAMING = ("config.json", "tokenizer_config.json")
-#: ``file.Class``: of this folder, and not of another one or of a repository.
+#: ``file.Class`` of the same folder, not of another one or a repository.
 _CLASS = re.compile(r"([A-Za-z_]\w*)\.[A-Za-z_]\w*", re.ASCII)
 
 
 def record_path() -> Path:
-    """The file with hashes, one a line; deleting it withdraws all consent."""
+    """The file with one hash per line; deleting it withdraws all consent."""
     return cache_folder() / "trusted-code.txt"
 
 
 def trusted(folder: str | Path, asked: bool) -> bool:
-    """Whether code of ``folder`` may run: ``asked`` is true (``trust_remote_code``), or its hash is known."""
+    """Whether code in ``folder`` may run: ``asked`` (``trust_remote_code``) is true, or its hash is recorded."""
     if asked:
         return True
     folder = Path(folder)
@@ -43,7 +43,7 @@ def trusted(folder: str | Path, asked: bool) -> bool:
             return False
         found = _hash(folder)
         return found is not None and found in record_path().read_text().split()
-    except (OSError, UnicodeDecodeError, RuntimeError, ArtifactError):  # RuntimeError: nobody has a home
+    except (OSError, UnicodeDecodeError, RuntimeError, ArtifactError):  # RuntimeError: no home directory
         return False
 
 
@@ -61,7 +61,7 @@ def remember(folder: Path) -> None:
 
 
 def how_to_trust(folder: str | Path) -> str:
-    """Advice if the code of ``folder`` may be needed."""
+    """Advice for when the code of ``folder`` may be needed."""
     known = "" if not (Path(folder) / "pi2").is_dir() else " It is not the code of a model that was made here."
     return f"Pass trust_remote_code=True if the checkpoint brings its own code and you have read it.{known}"
 
@@ -76,8 +76,8 @@ def _hash(folder: Path) -> str | None:
 
 
 def _names_only_its_own(folder: Path) -> bool:
-    """Whether transformers, trusting ``folder``, would run code of its files only."""
-    if (folder / "adapter_config.json").exists():  # it names another model, which would be trusted as well
+    """Whether transformers would run only code in ``folder``."""
+    if (folder / "adapter_config.json").exists():  # names another model, which would be trusted too
         return False
     for file in _NAMING:
         path = folder / file
@@ -95,7 +95,7 @@ def _names_only_its_own(folder: Path) -> bool:
     return True
 
 
-#: Without one of these files transformers makes a tokenizer with an empty vocabulary.
+#: Without any of these files, transformers makes a tokenizer with an empty vocabulary.
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
@@ -105,14 +105,10 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def tokenizer_of(model: Any, tokenizer: Any, what: str, error: type[Pi2Error] = ConfigError) -> Any:
-    """``tokenizer``, or the one beside the weights of ``model`` if it is None. Nothing is downloaded.
+    """``tokenizer``, or if None the one beside the weights of ``model``; ``what`` needs it, for messages.
 
-    Args:
-        what: the operation that needs a tokenizer, for messages.
-
-    Raises:
-        error: none was passed, and the folder of the model, if it has one, has none that can be loaded; or what
-            was passed cannot read text. LibraryMissingError: it is to be loaded, without transformers.
+    Nothing is downloaded. Raises ``error`` if there is none that can be loaded, or it cannot read text, and
+    LibraryMissingError without transformers.
     """
     if tokenizer is not None:
         if not callable(tokenizer) or not hasattr(tokenizer, "decode"):
@@ -132,7 +128,7 @@ def tokenizer_of(model: Any, tokenizer: Any, what: str, error: type[Pi2Error] = 
     except ImportError as missing:
         raise missing_package("transformers", "hf", missing) from missing
     try:
-        # with the model's configuration: reading the folder's without its code would cause a warning
+        # with the model's configuration, since reading the folder's without its code would cause a warning
         config = getattr(model, "config", None)
         known = {"config": config} if isinstance(config, PreTrainedConfig) else {}
         trust = trusted(folder, False)

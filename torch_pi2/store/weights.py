@@ -1,8 +1,7 @@
-"""``pi2/weights.safetensors``: the weights of a quantised model, in the form that kernels read.
+"""``pi2/weights.safetensors``: the weights of a quantised model, in the layout of the kernels.
 
-Names (docs/FORMATS.md): quantised linears under their usual ``NAME.weight`` as uint8 rows; the neurons of a
-feed-forward layer as ``KEY.bundles`` in plan order; everything that stays float under its usual name. A float model on
-its way to a neuron store has float neurons here and nothing quantised.
+Names (docs/FORMATS.md): quantised linears are uint8 rows ``NAME.weight``; neurons are ``KEY.bundles`` in plan order;
+floats have their usual names. While a float model is packed, it has float neurons here and nothing quantised.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ WEIGHTS_FILE = "weights.safetensors"
 WEIGHTS_VERSION = "1"
 #: Version of files with matrices in several formats, or with a quantised embedding.
 MIXED_VERSION = "2"
-#: Version of files with layers whose neurons have another format than ``weights``, or two formats.
+#: Version of files with neurons in another format than ``weights``, or in two formats.
 PAIRS_VERSION = "3"
 FORMAT = "torch_pi2.weights"
-#: How a layer's modules are replaced: see :mod:`torch_pi2.rewrite.rewrite`.
-#: A third way, by lazy tensors, can only be found with weights in memory.
+#: How a layer's modules are replaced (:mod:`torch_pi2.rewrite.rewrite`).
+#: Lazy tensors, a third way, need weights in memory.
 STRATEGIES = ("owner", "chain")
 NO_FORMATS: Mapping[str, str] = {}
 NO_EMBEDDINGS: Mapping[str, int] = {}
@@ -50,11 +49,9 @@ def metadata(
     """The metadata of a weights file.
 
     Args:
-        kind: the name of a format.
-        model_hash: the plan's.
+        kind: the main format. model_hash: the plan's. strategies: site key -> one of ``STRATEGIES``.
         linears: module name of every quantised linear -> its number of inputs.
-        strategies: site key -> one of ``STRATEGIES``.
-        formats: those other than ``kind``, by module name of linears and embeddings and by site key of neurons.
+        formats: exceptions from ``kind``, by module name of linears and embeddings and by site key of neurons.
         embeddings: module name of every quantised embedding -> its width.
     """
     made = {
@@ -73,7 +70,7 @@ def metadata(
 
 
 def neuron_specs(site: FFNSite, kind: str) -> dict[str, Spec]:
-    """Tensors of one feed-forward layer: neurons as bytes, and its biases, in float32 if the neurons are quantised."""
+    """Tensors of one feed-forward layer: neurons as bytes, and biases, in float32 if the neurons are quantised."""
     shape = (site.intermediate, *neuron_shape(kind, site.rows_per_neuron, site.hidden))
     specs = {f"{site.key}.bundles": Spec(shape, torch.uint8)}
     for name, ref, size in (
@@ -87,19 +84,18 @@ def neuron_specs(site: FFNSite, kind: str) -> dict[str, Spec]:
 
 
 class QuantizedWeights(TensorReader):
-    """A weights file, open. A neuron store (:mod:`torch_pi2.store.storefile`) is one too.
+    """An open weights file, or a neuron store (:mod:`torch_pi2.store.storefile`).
 
     Attributes:
-        file_format, file_versions: format and versions that the metadata must have.
-        kind: the main format, see :meth:`format_of`. weights: its name for operators.
-        model_hash: of the plan that belongs to it.
+        file_format, file_versions: accepted format and versions in the metadata.
+        kind: the main format, see :meth:`format_of`. weights: its name for operators. model_hash: the plan's.
         linears: module name -> number of inputs. strategies: site key -> one of ``STRATEGIES``.
         embeddings: module name -> width, of quantised ones.
     """
 
     file_format: str = FORMAT
     file_versions: tuple[str, ...] = (WEIGHTS_VERSION, MIXED_VERSION, PAIRS_VERSION)
-    #: The version with formats of neurons.
+    #: The version that lists formats of neurons.
     pairs_version: str = PAIRS_VERSION
 
     def __init__(self, path: str | Path) -> None:
@@ -111,7 +107,7 @@ class QuantizedWeights(TensorReader):
             raise
 
     def _parse(self) -> None:
-        """Parse :attr:`metadata`. Raises ArtifactError: it makes no sense."""
+        """Parse :attr:`metadata`. Raises ArtifactError: invalid."""
         meta = self.metadata
         found, version = meta.get("pi2_format"), meta.get("pi2_version")
         if found != self.file_format or version not in self.file_versions:
@@ -138,25 +134,25 @@ class QuantizedWeights(TensorReader):
             formats.wrong(f"none, in a file of {self.kind}", f"{len(self._formats)}")
 
     def _json(self, name: str, default: str = "") -> Field:
-        """JSON in the metadata under ``name``. Raises ArtifactError: nothing, or no JSON."""
+        """JSON in the metadata under ``name``. Raises ArtifactError: missing or invalid."""
         where, fix = f"{self.path}, {name}", "Use the torch_pi2 that wrote it, or make it again."
         return Field(parse(self.metadata.get(name, default), where, fix=fix), where, fix)
 
     def format_of(self, name: str) -> str:
-        """The format of a linear's or an embedding's rows, or of the neurons of a site's key (it may be two)."""
+        """Format of the rows of a linear or an embedding, or of the neurons of a site (possibly a pair)."""
         return self._formats.get(name, self.kind)
 
     def operand_of(self, key: str) -> str:
-        """The operators' name for the format of the neurons of site ``key``."""
+        """Format name of the neurons of site ``key`` in operators."""
         return FLOAT if self.weights == FLOAT else self.format_of(key)
 
     @property
     def neuron_formats(self) -> str:
-        """Formats of all layers, for people; in a file without neurons ``kind``."""
+        """Formats of all layers, for display; ``kind`` in a file without neurons."""
         return ", ".join(dict.fromkeys(self.format_of(key) for key in self.strategies)) or self.kind
 
     def rows_name(self, name: str) -> str:
-        """The tensor with the rows of linear ``name``: its own, or the embedding's that it is tied to."""
+        """The tensor with the rows of linear ``name``: its own, or that of the embedding it is tied to."""
         own = f"{name}.weight"
         if own in self.specs or not self.embeddings:
             return own
@@ -168,7 +164,7 @@ class QuantizedWeights(TensorReader):
         )
 
     def check_hash(self, model_hash: str) -> None:
-        """Raises StaleArtifactError if the plan is for other weights."""
+        """Raises StaleArtifactError: the plan is for other weights."""
         if self.model_hash != model_hash:
             raise StaleArtifactError(
                 str(self.path),
@@ -178,7 +174,7 @@ class QuantizedWeights(TensorReader):
             )
 
     def check_activations(self, int8_activations: bool) -> None:
-        """Raises ConfigError for int8 activations with float weights."""
+        """Raises ConfigError: int8 activations with float weights."""
         if int8_activations and self.weights == "float":
             raise ConfigError(
                 f"activations for {self.path}",
@@ -188,33 +184,33 @@ class QuantizedWeights(TensorReader):
             )
 
     def check_plan(self, plan: Plan) -> None:
-        """Raises StaleArtifactError if the neurons are not in the order of ``plan``, as far as the file can tell."""
+        """Raises StaleArtifactError: the neurons are in another order than in ``plan``, as far as the file says."""
         self.check_hash(plan.model_hash)
 
     def read_neurons(self, site: FFNSite, rows: tuple[int, int] | None = None) -> torch.Tensor:
-        """Bundles of a layer, or of its neurons ``[start, stop)`` in plan order: uint8 ``[I, R, row bytes of H]``, of
-        two formats ``[I, bytes]``.
+        """Neurons of a layer, or its neurons ``[start, stop)``, in plan order: uint8 ``[I, R, row bytes of H]``, or
+        ``[I, bytes]`` with two formats.
         """
         name = f"{site.key}.bundles"
         self.check(name, neuron_specs(site, self.format_of(site.key))[name])
         return self.read(name, rows)
 
     def as_computed(self, neuron_rows: torch.Tensor) -> torch.Tensor:
-        """Neurons as read, uint8, in the dtype that operators take: floats ``[..., H]`` in float files."""
+        """uint8 neurons in the operators' dtype: floats ``[..., H]`` in float files."""
         return neuron_rows.view(DTYPES[self.kind]) if self.kind in FLOATS else neuron_rows
 
     def take(self, name: str, spec: Spec) -> torch.Tensor:
-        """Tensor ``name``, which must be as in ``spec``. Raises ArtifactError."""
+        """Tensor ``name``, which must match ``spec``. Raises ArtifactError."""
         self.check(name, spec)
         return self.read(name)
 
     def check(self, name: str, spec: Spec) -> None:
-        """Raises ArtifactError unless tensor ``name`` is there and as in ``spec``."""
+        """Raises ArtifactError: tensor ``name`` is missing or does not match ``spec``."""
         if self.spec(name) != spec:
             self._refuse(f"{name} as {spec}", str(self.spec(name)))
 
     def read_like(self, name: str, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-        """Tensor ``name``, None if the file has none; in ``dtype`` if it is float."""
+        """Tensor ``name``, in ``dtype`` if it is float, or None if the file has none."""
         if name not in self.specs:
             return None
         spec = self.specs[name]
@@ -224,13 +220,14 @@ class QuantizedWeights(TensorReader):
         return value.to(dtype) if value.is_floating_point() else value
 
     def strategy(self, key: str) -> str:
-        """How the modules of a layer are replaced. Raises ArtifactError: the file does not have the layer."""
+        """Strategy of a layer. Raises ArtifactError: the file does not have the layer."""
         if key not in self.strategies:
             self._refuse(f"a site {key}", f"{len(self.strategies)} others")
         return self.strategies[key]
 
     def check_linears(self, model: nn.Module) -> None:
-        """Raises ArtifactError unless its linears and embeddings are those of ``model`` and have the rows for them."""
+        """Raises ArtifactError: linears or embeddings differ from those of ``model``, or lack rows of the right size.
+        """
         for name, columns in self.linears.items():
             try:
                 linear = model.get_submodule(name)
@@ -252,7 +249,7 @@ class QuantizedWeights(TensorReader):
 
     @property
     def float_dtype(self) -> torch.dtype | None:
-        """The dtype of most floats in the file, without our float32 biases; None if there are none."""
+        """The dtype of most floats in the file, not counting float32 biases; None if there are none."""
         rows = {f"{name}.bias" for name in self.linears}
         found: dict[torch.dtype, int] = {}
         for name, spec in self.specs.items():

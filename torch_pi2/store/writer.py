@@ -1,4 +1,4 @@
-"""The one writer of neuron stores: what is in the file, in which order, and where (docs/STORE.md)."""
+"""The writer of neuron stores: contents, order and offsets (docs/STORE.md)."""
 
 from __future__ import annotations
 
@@ -40,26 +40,26 @@ from torch_pi2.types.plan import Plan
 from torch_pi2.types.shard import Shard
 from torch_pi2.types.site import FFNSite
 
-#: Bytes of a slot of several neurons, at most: devices read at full speed from this size on.
+#: Largest slot of several neurons, in bytes: devices read this size at full speed.
 _CLUSTER_BYTES = 1 << 18
 #: In the header until everything is written.
 _NO_CHECK = "0" * 8
 
 
 def largest_cluster(neuron_bytes: int) -> int:
-    """Neurons of a slot where all neurons of a layer are read together."""
+    """Neurons per slot where all neurons of a layer are read together."""
     most = max(1, min(MOST_CLUSTER, _CLUSTER_BYTES // neuron_bytes))
     return 1 << (most.bit_length() - 1)
 
 
 @dataclass(frozen=True)
 class StoreLayer:
-    """One layer of a store that is being written.
+    """A layer of a store that is being written.
 
     Attributes:
-        site: the layer. n_hot: how many of its first neurons are computed densely.
-        format: of its neurons, such as ``int4``, or two of them, such as ``q4_k+int8``.
-        read: first, last -> rows of neurons ``[first, last)`` in plan order, ``[n, ...]`` of any dtype.
+        site: the layer. n_hot: number of leading neurons that are computed densely.
+        format: of its neurons, such as ``int4``, or a pair such as ``q4_k+int8``.
+        read: first, last -> neurons ``[first, last)`` in plan order, ``[n, ...]`` of any dtype.
     """
 
     site: FFNSite
@@ -69,28 +69,26 @@ class StoreLayer:
 
     @property
     def tensors(self) -> tuple[str, str]:
-        """Names of its tensors in the file: slots, and checksums of the neurons."""
+        """Names of its tensors: slots, and checksums of the neurons."""
         return f"{self.site.key}.bundles", f"{self.site.key}.checks"
 
 
 class StoreAssembly:
-    """A neuron store, ready to be written: its tensors in file order, its metadata, its superblock.
+    """A neuron store ready to be written: its tensors in file order, metadata and superblock.
 
     Args:
-        plan: of the whole model.
-        layers: of the store, in plan order.
-        groups: tensors that are copied as they are: plan, predictors and statistics, then weights. Each group begins
-            on a page.
-        source: name of such a tensor -> what has it: ``read_bytes(name, start, stop)`` and, where the bytes have a
-            checksum, ``compare(name, blocks)``.
-        weights: metadata of a weights file or store. provenance: where the store comes from, as JSON.
-        cluster: neurons of a slot; None: what suits plan and neurons.
-        shard: which neurons of the plan's layers these are; None: all.
+        plan: of the complete model. layers: of the store, in plan order.
+        groups: tensors that are copied unchanged: plan, predictors and statistics, then weights. Each group is
+            page-aligned.
+        source: tensor name -> object with ``read_bytes(name, start, stop)`` and, for checksummed bytes, ``compare(name,
+            blocks)``.
+        weights: metadata of a weights file or store. provenance: origin of the store, as JSON.
+        cluster: neurons per slot; None: chosen by plan and neuron size. shard: the neurons to write; None: all.
 
     Attributes:
-        specs: all tensors. metadata: of the file; checksums of ``others`` are filled in by :meth:`write`.
-        others: names of the tensors in ``groups``. slots: layer key -> bytes from one slot to the next.
-        neuron_bytes: layer key -> bytes of one neuron.
+        specs: all tensors. metadata: of the file; :meth:`write` fills in checksums of ``others``.
+        others: names of the tensors in ``groups``. slots: layer key -> distance between slots in bytes.
+        neuron_bytes: layer key -> bytes per neuron.
     """
 
     def __init__(
@@ -120,7 +118,7 @@ class StoreAssembly:
         self.metadata = self._metadata(weights, provenance)
 
     def _default_cluster(self) -> int:
-        """One size for all layers: a place in the cache has to fit any slot."""
+        """One size for all layers, because a cache entry has to fit any slot."""
         if any(layer.method in PREDICTED for layer in self._plan.layers):
             return 1
         return largest_cluster(max(self.neuron_bytes.values()))
@@ -167,7 +165,7 @@ class StoreAssembly:
         return found | {"metadata_check": metadata_check(found)}
 
     def superblock(self, out: TensorWriter) -> Superblock:
-        """The superblock of the file ``out``, which knows where everything is."""
+        """The superblock of the file ``out``, which has all offsets."""
         entries = []
         for layer in self.layers:
             site, (slots, checks) = layer.site, layer.tensors
@@ -198,7 +196,7 @@ class StoreAssembly:
         return Superblock(out.file_bytes, model_hash, tuple(entries))
 
     def write(self, out: TensorWriter, superblock: Superblock) -> None:
-        """Write everything into ``out``, which has :attr:`specs` and :attr:`metadata`, a few MB at a time."""
+        """Write everything into ``out``, opened with :attr:`specs` and :attr:`metadata`, a few MB at a time."""
         out.write(SUPERBLOCK, torch.frombuffer(bytearray(superblock.pack()), dtype=torch.uint8))
         for name in self._paddings:
             out.write(name, torch.zeros(self.specs[name].shape, dtype=torch.uint8))
@@ -221,14 +219,14 @@ class StoreAssembly:
             slots[:whole, : self.cluster * size] = neuron_rows[: whole * self.cluster].reshape(
                 whole, self.cluster * size
             )
-            if whole < count:  # the layer's last slot, of fewer neurons
+            if whole < count:  # the layer's last slot has fewer neurons
                 rest = neuron_rows[whole * self.cluster :].flatten()
                 slots[whole, : len(rest)] = rest
             out.write(slots_name, slots, row=slot)
         out.write(checks_name, check_bytes(torch.cat(checks)))
 
     def _copy(self, name: str, out: TensorWriter) -> str:
-        """Copy a tensor; its checksum."""
+        """Copy a tensor; returns its checksum."""
         spec, source, blocks = self.specs[name], self._source(name), []
         for start in range(0, spec.nbytes, PIECE):
             data = source.read_bytes(name, start, min(start + PIECE, spec.nbytes))

@@ -8,9 +8,8 @@ a pipeline: then a machine has all chunks of a layer, or none.
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Mapping
-from dataclasses import InitVar, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -36,20 +35,14 @@ class GroupConfig:
             sends fewer bytes. Either way all processes get the same bits in every run.
         timeout_s: a process that does not answer for this long counts as lost. One that has ended is noticed at once.
 
-    ``patience_s`` is the former name of ``timeout_s``.
-
     Raises:
         ConfigError: a setting makes no sense.
     """
 
     reduction: str = limited(choices=REDUCTIONS, default=REDUCTIONS[0])
     timeout_s: float = limited(above=True, default=120.0)
-    patience_s: InitVar[float | None] = None
 
-    def __post_init__(self, patience_s: float | None) -> None:
-        if patience_s is not None:
-            warnings.warn("GroupConfig(patience_s) is now called timeout_s", DeprecationWarning, stacklevel=3)
-            object.__setattr__(self, "timeout_s", patience_s)
+    def __post_init__(self) -> None:
         check_fields(self)
 
 

@@ -199,6 +199,9 @@ class FFNSite:
 
     def to_json(self) -> dict[str, Any]:
         data: dict[str, Any] = to_json(self)
+        for role in self.refs:
+            if not data[role]["transposed"]:
+                del data[role]["transposed"]  # as in files written before there was such a field
         return data
 
     @staticmethod

@@ -1,7 +1,7 @@
-"""Architectures of GGUF files, the model types of transformers that they are, and configurations from their metadata.
+"""GGUF architectures, the transformers model types that they correspond to, and configurations from their metadata.
 
-The keys are those of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; missing ones have llama.cpp's
-defaults. An unknown key may change what the model computes, so it is refused.
+Keys are those of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; missing ones have llama.cpp's defaults.
+Unknown keys are refused, since they may change the computation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _COMMON = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "vocab_size": "vocab_size",
 }
-#: Keys that change nothing here, or that are read for some models of a family only.
+#: Keys that do not matter here, or are read for some models of a family only.
 _ELSEWHERE = {
     "rope.scaling.original_context_length",
     "rope.scaling.finetuned",
@@ -38,11 +38,11 @@ _ELSEWHERE = {
     "expert_count",
     "expert_used_count",
 }
-#: Token of transformers' configuration -> what files call it.
+#: Token in transformers' configuration -> in files.
 _TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding"}
 #: Defaults of a SentencePiece vocabulary.
 _TOKENS_OF_SPM = {"bos": 1, "eos": 2}
-#: Tokens after which llama.cpp always stops generating: a file often names only one of several.
+#: Tokens after which llama.cpp always stops; files often name only one of several.
 _ENDS = frozenset(
     text.encode()
     for text in (
@@ -55,9 +55,9 @@ _REQUIRED = {
     *("context_length", "embedding_length", "block_count", "attention.head_count", "feed_forward_length"),
     "attention.layer_norm_rms_epsilon",
 }
-#: Keys of counts that are at least one.
+#: Keys of positive counts.
 _COUNTS = {*_COMMON} - {"attention.layer_norm_rms_epsilon"}
-#: Ends of keys whose numbers need not be whole.
+#: Suffixes of keys with fractional numbers.
 _FRACTIONS = ("epsilon", "softcapping", "rope.freq_base", "rope.freq_base_swa", "rope.scaling.factor")
 _SLIDING = {"attention.sliding_window": "sliding_window"}
 _EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
@@ -69,10 +69,10 @@ class Family:
     """One architecture.
 
     Attributes:
-        arch: in files. model_type: transformers'.
-        keys: key -> attribute, beside the common ones. fixed: attribute -> value that llama.cpp computes with.
-        permuted: rows of q and k are in pairs of rotary halves in the file. by_neuron: down has a row per neuron.
-        norm_offset: what the file's norms have more than the model's.
+        arch: in files. model_type: in transformers.
+        keys: key -> attribute, besides the common ones. fixed: attribute -> value built into llama.cpp.
+        permuted: q and k have their rotary halves interleaved in the file. by_neuron: down has one row per neuron.
+        norm_offset: difference between norm weights in the file and in the model.
     """
 
     arch: str
@@ -84,7 +84,7 @@ class Family:
     norm_offset: float = 0.0
 
     def permuted_part(self, tensor: str) -> str | None:
-        """``q`` or ``k`` of a tensor of this name whose rows are permuted; None: they are not."""
+        """``q`` or ``k`` if rows of the tensor with this name are permuted, otherwise None."""
         found = re.search(r"\.attn_([qk])\.", tensor) if self.permuted else None
         return None if found is None else found[1]
 
@@ -100,7 +100,7 @@ FAMILIES = (
         {"hidden_act": "silu", "sliding_window": None},
         permuted=True,
     ),
-    # PowerInfer's files: llama with ReLU (ProSparse, ReluLLaMA), whose down matrices lie neuron by neuron
+    # PowerInfer's files: llama with ReLU (ProSparse, ReluLLaMA), with down matrices stored by neuron
     Family("llama", "llama", fixed={"hidden_act": "relu"}, permuted=True, by_neuron=True),
     Family("qwen2", "qwen2", fixed={"hidden_act": "silu", "use_sliding_window": False}),
     Family("qwen3", "qwen3", fixed={"hidden_act": "silu", "use_sliding_window": False, "attention_bias": False}),
@@ -142,22 +142,21 @@ def family_of(file: GgufFile) -> Family:
 
 
 def rows_in_file(rows: int, heads: int) -> torch.Tensor:
-    """``[rows]``: which row of a permuted tensor each row of the model is: halves of heads are interleaved there."""
+    """``[rows]``: row in the file of each row of the model, for permuted tensors (interleaved halves of heads)."""
     order: torch.Tensor = torch.arange(rows).unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(-1)
     return order
 
 
 class ArchMetadata:
-    """The metadata of a file under the keys of its architecture; ``unused``: keys that were not read."""
+    """A file's metadata by keys of its architecture. ``unused``: keys that were not read."""
 
     def __init__(self, file: GgufFile, arch: str) -> None:
         self._file, self._prefix = file, f"{arch}."
         self.unused = {key[len(arch) + 1 :] for key in file.metadata if key.startswith(self._prefix)}
 
     def number(self, key: str, default: Any = None, *, least: float = 0, most: float = 1 << 31) -> Any:
-        """A number from ``least`` to ``most``, whole unless it is one of ``_FRACTIONS``.
-
-        Raises ArtifactError: something else, or nothing and no ``default``.
+        """A number from ``least`` to ``most``, whole except for ``_FRACTIONS``. Raises ArtifactError: invalid, or
+        missing without a ``default``.
         """
         found = self.get(key)
         if found is None and default is not None:
@@ -181,16 +180,16 @@ class ArchMetadata:
 
 
 def arch_number(file: GgufFile, family: Family, key: str) -> int:
-    """A whole number that a file must have. Raises ArtifactError."""
+    """A whole number that the file must have. Raises ArtifactError."""
     return int(ArchMetadata(file, family.arch).number(key, least=1))
 
 
 def configuration(file: GgufFile) -> dict[str, Any]:
-    """What transformers' configuration class of the file's :func:`family_of` takes.
+    """Arguments for transformers' configuration class of the file's :func:`family_of`.
 
     Raises:
-        UnsupportedModelError: an architecture, a key or a way of rotary positions that is not known here.
-        ArtifactError: something is missing, or has no sense.
+        UnsupportedModelError: an unknown architecture, key or rotary scaling. ArtifactError: a missing or invalid
+            value.
     """
     family, arch = family_of(file), str(file.metadata["general.architecture"])
     meta = ArchMetadata(file, arch)
@@ -204,7 +203,7 @@ def configuration(file: GgufFile) -> dict[str, Any]:
     config.setdefault("vocab_size", rows)
     config.setdefault("num_key_value_heads", config["num_attention_heads"])
     if not config.get("sliding_window", 1):
-        if family.model_type == "gemma2":  # llama.cpp then sees nothing in every other layer
+        if family.model_type == "gemma2":  # every other layer would attend to nothing
             _unsupported(file, "a window of one token or more", f"{arch}.attention.sliding_window 0")
         config["sliding_window"] = None
     width = config.setdefault("head_dim", config["hidden_size"] // max(1, config["num_attention_heads"]))
@@ -226,9 +225,8 @@ def configuration(file: GgufFile) -> dict[str, Any]:
 
 
 def _special_tokens(file: GgufFile, vocabulary: int) -> dict[str, Any]:
-    """Tokens that a file names, and those that end an answer by their text.
-
-    Ids outside the vocabulary are ignored, as llama.cpp does.
+    """Tokens named by the file, and tokens that end an answer by their text. Ids outside the vocabulary are ignored, as
+    in llama.cpp.
     """
     usual = _TOKENS_OF_SPM if file.metadata.get("tokenizer.ggml.model") == "llama" else {}
     keys = (*_TOKENS.values(), "eot", "eom")
@@ -237,13 +235,13 @@ def _special_tokens(file: GgufFile, vocabulary: int) -> dict[str, Any]:
     config: dict[str, Any] = {f"{name}_token_id": known.get(key) for name, key in _TOKENS.items()}
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     texts = tokens[:vocabulary] if isinstance(tokens, list) else []
-    ends = [known[key] for key in ("eos", "eot", "eom") if key in known]  # of a turn, too, where answers of chats end
+    ends = [known[key] for key in ("eos", "eot", "eom") if key in known]  # also the end of a chat turn
     ends = list(dict.fromkeys([*ends, *(token for token, text in enumerate(texts) if text in _ENDS)]))
     return config | ({"eos_token_id": ends if len(ends) > 1 else ends[0]} if ends else {})
 
 
 def _check_sizes(file: GgufFile, config: Mapping[str, Any], meta: ArchMetadata) -> None:
-    """Raises ArtifactError: sizes, which may be huge, are not those of the tensors. No model is built before."""
+    """Raises ArtifactError: sizes differ from those of the tensors. Checked before a possibly huge model is built."""
     blocks = {int(block[1]) for name in file.tensors if (block := re.match(r"blk\.(\d+)\.", name))}
     width, heads = config["head_dim"], config["num_attention_heads"]
     experts = [t for name, t in file.tensors.items() if name.startswith("blk.0.ffn_") and "_exps." in name]
@@ -301,16 +299,15 @@ def _rope(file: GgufFile, meta: ArchMetadata, family: Family) -> dict[str, Any]:
         _unsupported(file, "rotary positions of type none, linear or yarn", shown(kind))
     if "rope_freqs.weight" in file.tensors:
         rope = _llama3(file, rope)
-    if family.model_type == "gemma3_text":  # sliding layers have their own, 10,000 in every model, without scaling
+    if family.model_type == "gemma3_text":  # sliding layers use 10,000 in every model, without scaling
         sliding = float(meta.number("rope.freq_base_swa", 10000.0, least=1, most=1e12))
         return {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": sliding}}
     return rope
 
 
 def _llama3(file: GgufFile, rope: dict[str, Any]) -> dict[str, Any]:
-    """Frequencies divided by a tensor's values: those that Llama 3.1 and later have, whose rule transformers knows.
-
-    Raises UnsupportedModelError: other values.
+    """Recognise Llama 3.1's rule, which transformers implements, from a tensor of divisors. Raises
+    UnsupportedModelError: other values.
     """
     tensor = file.tensor("rope_freqs.weight")
     divisors = file.read_rows(tensor.name, 0, 1).view(torch.float32)[0] if tensor.type.name == "F32" else None
@@ -327,7 +324,8 @@ def _llama3(file: GgufFile, rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def llama3_divisors(pairs: int, theta: float, rule: Mapping[str, Any]) -> torch.Tensor:
-    """``[pairs]``: what the rule ``llama3`` divides the frequencies by: 1 for short waves, its factor for long ones."""
+    """``[pairs]``: divisors of the rotary frequencies by rule ``llama3``: 1 for short waves, its factor for long ones.
+    """
     turns = rule["original_max_position_embeddings"] * theta ** -(torch.arange(pairs) / pairs) / (2 * math.pi)
     low, high = rule["low_freq_factor"], rule["high_freq_factor"]
     smooth = ((turns - low) / (high - low)).clamp(0, 1)
@@ -336,14 +334,14 @@ def llama3_divisors(pairs: int, theta: float, rule: Mapping[str, Any]) -> torch.
 
 
 def _special(file: GgufFile, family: Family, config: dict[str, Any], meta: ArchMetadata) -> None:
-    """Settings of single families."""
+    """Settings of individual families."""
     if family.model_type in ("gemma2", "gemma3_text"):
-        # llama.cpp scales queries by the width of heads, but for the 27B models
+        # llama.cpp scales queries by the width of heads, except in the 27B models
         big = (config["num_hidden_layers"], family.model_type) in ((46, "gemma2"), (62, "gemma3_text"))
         config["query_pre_attn_scalar"] = (
             config["hidden_size"] // config["num_attention_heads"] if big else config["head_dim"]
         )
-    if family.model_type == "gemma3_text" and not config.get("sliding_window"):  # then all of its layers see everything
+    if family.model_type == "gemma3_text" and not config.get("sliding_window"):  # all layers have full attention
         config.pop("sliding_window", None)
         config["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
     if family.model_type == "gemma2":

@@ -1,6 +1,6 @@
-"""``torch_pi2.import_gguf``: writes a GGUF file as a folder of ours, with its rows bit for bit where possible.
+"""``torch_pi2.import_gguf``: writes a GGUF file as one of our folders, with its rows bit for bit where possible.
 
-``torch_pi2.load("model.gguf")`` reads such a folder, which is kept in the user's cache.
+``torch_pi2.load("model.gguf")`` imports into the user's cache.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from torch_pi2.store.parts import Parts
 from torch_pi2.store.storefile import open_weights
 
 _log = logging.getLogger("torch_pi2")
-#: Bytes of a file's beginning, metadata and vocabulary, which tell files of one size apart.
+#: Bytes at the start of a file, metadata and vocabulary, that are hashed to identify it.
 _HEAD_BYTES = 1 << 20
-#: Bytes of a file's name in the name of its folder: file systems allow 255, and locks add some.
+#: Bytes of the file's name in its folder's name: file systems allow 255, and lock files add some.
 _NAME_BYTES = 100
-#: Version of what imports write: with another one, cached imports are made again.
+#: Increased when imports change, so that cached ones are made again.
 _REVISION = 2
 
 
@@ -52,32 +52,31 @@ def import_gguf(
     predictors: Any = None,
     progress: bool = False,
 ) -> ImportReport:
-    """Write the model of a GGUF file to ``folder``, for :func:`torch_pi2.load`, ``pack`` and the rest.
+    """Write the model of a GGUF file to ``folder``, in the form that :func:`torch_pi2.load`, ``pack`` and others read.
 
     Linear layers and the embedding keep the file's rows bit for bit if the type is Q4_0, Q8_0, Q4_1, Q5_0, Q5_1, Q4_K,
-    Q5_K or Q6_K, and the same numbers if it is IQ4_NL. Other types are rounded again, to int4 if they have fewer than
-    four bits a weight, else to int8, and the report lists them. Feed-forward layers are linear layers, too, unless they
-    become neurons, which have a row of gate and up and a column of down together. Gate and up are then kept as well if
-    they are Q4_0 to Q6_K (``int4+int8``, ``q4_k+int8``) or Q8_0 (``int8``); down is rounded again, to int8, except in
-    PowerInfer's files, which store it neuron by neuron. If gate and up have no such type in common, they are rounded,
-    too: to int8 if other layers keep theirs, else to int4 if the file has fewer than six bits a weight there, else to
-    int8. Rows are read some at a time.
+    Q5_K or Q6_K, and the same numbers if it is IQ4_NL. Other types are rounded, to int4 below four bits per weight,
+    otherwise to int8; the report lists them. Feed-forward layers are treated as linear layers, unless they become
+    neurons, each with its row of gate and up and its column of down together. Gate and up are then kept if they are
+    Q4_0 to Q6_K (``int4+int8``, ``q4_k+int8``) or Q8_0 (``int8``). Down is rounded to int8, except in PowerInfer's
+    files, which store it by neuron. Gate and up of different types are rounded too: to int8 if other layers keep theirs
+    or the file has six or more bits per weight there, otherwise to int4. Rows are read some at a time.
 
     Args:
-        file: a GGUF file, any part of a model in several (``model-00001-of-00003.gguf``) with the others beside it, or
-            a folder with one model.
-        neurons: ``auto``: experts, and layers whose activation gives zeros (ReLU); none of other layers. ``all``: all
-            layers, as a neuron store and thresholds need them; ``int4`` or ``int8``: all, in this format throughout
-            (GPUs read no other; ``int4`` of a Q4_0 file is smaller, and rounds down by some 8 %).
+        file: a GGUF file, any part of a split model (``model-00001-of-00003.gguf``) with the others beside it, or a
+            folder with one model.
+        neurons: ``auto``: only experts, and layers whose activation gives zeros (ReLU). ``all``: all layers, as a
+            neuron store and thresholds need. ``int4`` or ``int8``: all, in this format throughout (GPUs read no other;
+            ``int4`` of a Q4_0 file is smaller, and rounds down by some 8 %).
         predictors: text (a str, a list of them, or token ids ``[N, T]``, some 2,000 tokens) on which the recall of a
-            PowerInfer file's predictors is measured. They then decide which neurons are computed (lossy). None: they
-            are ignored, and the exact gate, which misses nothing, decides.
+            PowerInfer file's predictors is measured. They then choose the neurons to compute (lossy). None: they are
+            ignored in favour of the exact gate.
 
     Raises:
-        ArtifactError: damage, or ``folder`` cannot be written. UnsupportedModelError: an architecture, or something in
-            it, that is not known; or predictors that ours cannot express (docs/GGUF.md). ConfigError: another
-            ``neurons``. CalibrationError: too little text, or no tokenizer to read it with. LibraryMissingError: no
-            transformers, or no gguf.
+        ArtifactError: damage, or ``folder`` cannot be written. UnsupportedModelError: an unknown architecture or
+            feature, or predictors that ours cannot express (docs/GGUF.md). ConfigError: an invalid ``neurons``.
+            CalibrationError: too little text, or no tokenizer to read it with. LibraryMissingError: transformers or
+            gguf is not installed.
     """
     check_choice("import_gguf(neurons=...)", neurons, IMPORT_NEURONS, "Choose one of these.")
     load_library()
@@ -119,11 +118,10 @@ def _write_config(checkpoint: GgufCheckpoint, folder: Path) -> None:
 
 
 def cached_import(file: Path, *, packed: bool, progress: bool = False) -> Path:
-    """The folder that ``file`` was imported to, now or earlier; ``packed``: with a neuron store of all layers.
+    """The folder with the import of ``file``, made now or earlier; ``packed``: with a neuron store of all layers.
 
-    If another process imports it at the moment, this waits for it. A damaged folder is made again.
-
-    Raises: as :func:`import_gguf`, and ``pack``.
+    Waits for another process that is importing it. A damaged folder is made again. Raises as :func:`import_gguf` and
+    ``pack``.
     """
     with GgufModel(file) as model:
         name = re.sub(r"[^\w.-]", "_", model.path.stem).encode()[:_NAME_BYTES].decode(errors="ignore")
@@ -161,7 +159,7 @@ def _import(file: Path, folder: Path, packed: bool, progress: bool) -> None:
 
 
 def _key(model: GgufModel, packed: bool) -> str:
-    """Identifies a file without reading it whole: size, time, beginning, and the ends of every tensor."""
+    """Identifies a file without reading all of it: by size, time, start, and the ends of every tensor."""
     found = hashlib.sha256(f"{__version__} {_REVISION} {packed}".encode())
     for path in model.paths:
         with open(path, "rb") as opened:
@@ -173,7 +171,7 @@ def _key(model: GgufModel, packed: bool) -> str:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether there is an import in ``folder``, with all of its files, as far as their headers tell."""
+    """Whether ``folder`` has an import with all its files, judging by their headers."""
     if not folder.is_dir():
         return False
     try:

@@ -1,11 +1,10 @@
-"""PowerInfer's predictors in a GGUF file, as our low-rank predictors, with their recall measured on the user's text.
+"""PowerInfer's predictors in a GGUF file, converted to our low-rank predictors, with their recall on the user's text.
 
 A block has two matrices, ``fc1`` and ``fc2``: neuron i is computed if ``(fc2 relu(fc1 x))_i`` is at least
-``powerinfer.sparse_threshold`` (https://github.com/SJTU-IPADS/PowerInfer, ``llm_build_ffn_sparse`` in llama.cpp). x is
-the hidden state *before* the norm of the feed-forward layer, which ours do not see: they see ``norm.weight * x /
-rms(x)``. With ``fc1 / norm.weight`` in place of ``fc1`` their score is the other divided by ``rms(x)``, as ReLU leaves
-positive factors alone: the same neurons if the threshold is 0. With another threshold, our predictors cannot express
-theirs.
+``powerinfer.sparse_threshold`` (https://github.com/SJTU-IPADS/PowerInfer, ``llm_build_ffn_sparse`` in llama.cpp). There
+x is the hidden state *before* the norm of the feed-forward layer; our predictors see ``norm.weight * x / rms(x)``. With
+``fc1 / norm.weight`` in place of ``fc1``, our score is theirs divided by ``rms(x)``, since ReLU commutes with positive
+factors. The neurons are the same if the threshold is 0; other thresholds cannot be expressed.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from torch_pi2.types.plan import Plan
 from torch_pi2.types.site import FFNSite
 from torch_pi2.types.stats import pack_bits
 
-#: On which recall is measured: thousands of pairs of a token and a neuron for each of a layer's.
+#: Tokens on which recall is measured.
 _TOKENS = 2048
 _FORMAT = "int8"
 
@@ -49,15 +48,14 @@ def import_predictors(checkpoint: GgufCheckpoint, folder: Path, data: Any, progr
     """Write the file's predictors into ``folder``, where it was imported to, and a plan that uses them.
 
     Args:
-        data: as for :func:`torch_pi2.profiling.data.batches`; text is read with the folder's tokenizer. What fires on
-            it is compared with the predictions.
+        data: as for :func:`torch_pi2.profiling.data.batches`; text is read with the folder's tokenizer.
 
     Returns:
-        Key of a layer -> recall: the share of its firing neurons that are predicted.
+        Layer key -> recall: the share of neurons firing on ``data`` that are predicted.
 
     Raises:
-        UnsupportedModelError: there are none, or ours cannot say the same. ArtifactError: some are missing, or of other
-            sizes. CalibrationError: ``data`` is too little, or text without a tokenizer.
+        UnsupportedModelError: no predictors, or ones that ours cannot express. ArtifactError: some are missing, or of
+            other sizes. CalibrationError: too little ``data``, or text without a tokenizer.
     """
     pi2 = folder / PI2_FOLDER
     plan = Plan.load(pi2)
@@ -115,7 +113,7 @@ def _predictor(checkpoint: GgufCheckpoint, site: FFNSite) -> LowRankRows:
 
 
 def _samples(model: Any, text: list[Batch], progress: bool) -> dict[str, Samples]:
-    """Inputs of each layer on ``text``, and which of its neurons fire: all gates are computed again."""
+    """Inputs of each layer on ``text``, and which of its neurons fire by their recomputed gates."""
     seen: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
     batch = text[0]
 

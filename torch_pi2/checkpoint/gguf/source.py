@@ -1,4 +1,4 @@
-"""A GGUF file as a checkpoint: tensors under transformers' names, as floats or as the rows that the file has."""
+"""A GGUF file as a checkpoint: tensors under transformers' names, as floats or as stored rows."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from torch_pi2.store.gguf import GgufModel, GgufTensor, TensorType
 from torch_pi2.store.source import expert_matrix
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-#: Types whose numbers our formats have, with scales in another place, or with integers that nibbles index.
+#: Types that our formats represent exactly, with scales elsewhere, or with the integers that nibbles index.
 _SPLIT = {"Q4_0": "int4", "Q8_0": "int8", "IQ4_NL": "int8"}
 #: The integers that the sixteen nibbles of IQ4_NL index.
 _LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _SCALE_BYTES = 2
-#: Matrices of one row, which llama.cpp's own writer says have one dimension.
+#: One-row matrices, which llama.cpp's converter writes as vectors.
 _ONE_ROW = ".ffn_gate_inp_shexp.weight"
 
 
 def own_format(type_name: str) -> str | None:
-    """The format of ours that keeps rows of a GGUF type bit for bit; None: there is none."""
+    """Our format that keeps rows of a GGUF type bit for bit, or None."""
     found = _SPLIT.get(type_name, type_name.lower())
     return found if found in ROWS else None
 
 
 def own_rows(rows: torch.Tensor, of: TensorType) -> torch.Tensor:
-    """Rows of a type with an :func:`own_format` in that format: all integers of a row, then all scales."""
+    """Rows converted to their type's :func:`own_format`: all integers of a row, then all scales."""
     if of.name not in _SPLIT:
         return rows
     blocks = rows.unflatten(1, (-1, of.block_bytes))
@@ -48,7 +48,7 @@ def own_rows(rows: torch.Tensor, of: TensorType) -> torch.Tensor:
 
 
 def gguf_package() -> Any:
-    """The package ``gguf``: names of tensors, and what types stand for. Raises LibraryMissingError."""
+    """The package ``gguf``: tensor names and dequantisation. Raises LibraryMissingError."""
     try:
         import gguf
     except ImportError as error:
@@ -57,7 +57,7 @@ def gguf_package() -> Any:
 
 
 def tensor_names(family: Family, blocks: int) -> Any:
-    """Maps transformers' names of modules to those in a file. Raises as :func:`gguf_package`."""
+    """Maps transformers' module names to those in a file. Raises as :func:`gguf_package`."""
     gguf = gguf_package()
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == family.arch)
     return gguf.get_tensor_name_map(arch, blocks)
@@ -69,13 +69,13 @@ def stack_name(block: int, role: str) -> str:
 
 
 class GgufCheckpoint:
-    """The tensors of a GGUF file, in the shape in which :class:`torch_pi2.store.source.Checkpoint` gives them.
+    """The tensors of a GGUF file, with the interface of :class:`torch_pi2.store.source.Checkpoint`.
 
     Attributes:
-        folder: of messages: the file, or any of its parts. file: its header and rows. family: its architecture.
+        folder: the file, or any of its parts, for messages. file: its header and rows. family: its architecture.
 
     Raises:
-        ArtifactError: damage. UnsupportedModelError: an architecture that is not known.
+        ArtifactError: damage. UnsupportedModelError: an unknown architecture.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -105,7 +105,7 @@ class GgufCheckpoint:
         return sum(tensor.nbytes for tensor in self.file.tensors.values())
 
     def _find(self, name: str) -> tuple[GgufTensor, int, int] | None:
-        """The tensor that has parameter ``name``, and which of its rows."""
+        """The tensor with parameter ``name``, and its range of rows there."""
         found = expert_matrix(name)
         if found is not None:
             block, expert, role = found
@@ -137,7 +137,7 @@ class GgufCheckpoint:
         return found
 
     def packed(self, name: str) -> Packed | None:
-        """What matrix ``name`` is; None: floats."""
+        """Type and format of matrix ``name``; None: floats."""
         of = self._tensor(name)[0].type
         if of.name in (*_FLOATS, "F64"):
             return None
@@ -152,9 +152,8 @@ class GgufCheckpoint:
         return Spec(shape, _FLOATS.get(tensor.type.name, torch.float32))
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows ``[start, stop)`` of matrix ``name``, in the model's order, as the file has them: uint8.
-
-        For a down matrix that is stored neuron by neuron these are its columns.
+        """Rows ``[start, stop)`` of matrix ``name`` in the model's order, uint8 as stored; columns of a down matrix
+        stored by neuron.
         """
         tensor, first, _ = self._tensor(name)
         order = self._order(tensor)
@@ -165,7 +164,7 @@ class GgufCheckpoint:
         return self.file.read_rows(tensor.name, low, high)[wanted - low]
 
     def own_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """The same in :func:`own_format`'s layout. Raises NonFiniteError: a scale is NaN or infinite."""
+        """The same rows in :func:`own_format`'s layout. Raises NonFiniteError: NaN or infinite scales."""
         tensor, _, _ = self._tensor(name)
         rows = self.rows(name, start, stop)
         scales = rows.unflatten(1, (-1, tensor.type.block_bytes))[..., slice(*_SCALES[tensor.type.name])]
@@ -173,7 +172,7 @@ class GgufCheckpoint:
         return own_rows(rows, tensor.type)
 
     def _order(self, tensor: GgufTensor) -> torch.Tensor | None:
-        """Which row of the file each row of the model is; None: the same."""
+        """Row in the file of each row of the model; None: the same order."""
         kind = self.family.permuted_part(tensor.name)
         if kind is None:
             return None
@@ -191,7 +190,7 @@ class GgufCheckpoint:
         return rows_in_file(rows, heads)
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
-        """The numbers of parameter ``name``, or of its rows ``[start, stop)``, exactly (16-bit floats as such)."""
+        """Parameter ``name``, or its rows ``[start, stop)``, exactly (16-bit floats in their dtype)."""
         tensor, first, last = self._tensor(name)
         spec = self.spec(name)
         if len(spec.shape) == 1:
@@ -207,7 +206,7 @@ class GgufCheckpoint:
 
     def read_into(self, name: str, tensor: torch.Tensor, row: int = 0) -> None:
         """Fill ``tensor`` with rows of ``name`` from ``row`` on, some at a time."""
-        whole = _is_by_neuron(self._tensor(name)[0])  # each of its rows is in all of the file's
+        whole = _is_by_neuron(self._tensor(name)[0])  # its rows are columns of the file's tensor
         step = len(tensor) if whole else max(1, (8 << 20) // max(1, 4 * tensor[0].numel()))
         for start in range(0, len(tensor), step):
             stop = min(len(tensor), start + step)
@@ -217,7 +216,7 @@ class GgufCheckpoint:
         raise NotImplementedError("only stacks of experts are read so, and experts are single here")
 
     def check_float(self, name: str) -> None:
-        """Every number of a GGUF file can be had as a float. Raises ArtifactError: there is no such tensor."""
+        """Every tensor of a GGUF file can be read as floats. Raises ArtifactError: there is no such tensor."""
         self._tensor(name)
 
     def unused(self) -> list[str]:
@@ -225,18 +224,20 @@ class GgufCheckpoint:
         return sorted(set(self.file.tensors) - self.used - set(self.predictors()))
 
     def predictor(self, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The matrices of a block's predictor, float32: ``[r, H]`` and ``[I, r]``. Raises ArtifactError: not there."""
+        """The matrices of a block's predictor, float32 ``[r, H]`` and ``[I, r]``. Raises ArtifactError: they are
+        missing.
+        """
         found = [self.file.tensor(f"blk.{block}.fc{part}.weight") for part in (1, 2)]
         first, second = (_values(self.file.read_rows(t.name, 0, t.rows), t).float() for t in found)
         return first, second
 
     def predictors(self) -> list[str]:
-        """Tensors of PowerInfer's predictors, which see another input than ours (before the norm)."""
+        """Tensors of PowerInfer's predictors, whose input differs from ours (it is taken before the norm)."""
         found = [name for name in self.file.tensors if re.fullmatch(r"blk\.\d+\.fc[12]\.weight", name)]
         return sorted(found) if self.family.by_neuron else []
 
 
-#: Type -> where the float16 scales are in a block.
+#: Type -> byte range of the float16 scales in a block.
 _SCALES = dict.fromkeys(("Q4_0", "Q8_0", "IQ4_NL", "Q5_0"), (0, 2)) | {"Q4_1": (0, 4), "Q5_1": (0, 4)}
 _SCALES |= {"Q4_K": (0, 4), "Q5_K": (0, 4), "Q6_K": (208, 210)}
 
@@ -254,7 +255,7 @@ def _is_by_neuron(tensor: GgufTensor) -> bool:
 
 
 def _values(rows: torch.Tensor, tensor: GgufTensor) -> torch.Tensor:
-    """The numbers that a tensor's rows stand for; float32 unless they are 16-bit floats. Raises as gguf_package."""
+    """The numbers of a tensor's rows, float32 unless they are 16-bit floats. Raises as :func:`gguf_package`."""
     name = tensor.type.name
     if name in _FLOATS:
         return _check_finite(rows.view(_FLOATS[name]), tensor.name)

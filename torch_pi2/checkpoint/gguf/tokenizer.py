@@ -1,4 +1,4 @@
-"""The tokenizer and chat template of a GGUF file, as transformers has them."""
+"""The tokenizer and chat template of a GGUF file, written in transformers' format."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from torch_pi2.base.fields import shown
 from torch_pi2.store.gguf import GgufFile
 
-#: ``tokenizer.ggml.pre`` of byte-level vocabularies that are split as GPT-2 does.
+#: ``tokenizer.ggml.pre`` of byte-level vocabularies with GPT-2's pre-tokenizer.
 _GPT2 = "gpt-2"
-#: Those for which llama.cpp takes a word that is a token whole, without merges, and begins a text with the BOS token
+#: Those for which llama.cpp ignores merges for words that are tokens, and adds the BOS token
 #: unless the file says otherwise.
 _LIKE_LLAMA3 = frozenset(
     ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken")
@@ -24,7 +24,7 @@ _TOKENS = "tokenizer.ggml.tokens"
 
 
 def _splits() -> dict[str, str]:
-    """``tokenizer.ggml.pre`` -> the regular expression that texts are split by, where transformers knows it."""
+    """``tokenizer.ggml.pre`` -> regular expression of the pre-tokenizer, where transformers knows it."""
     try:
         from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
     except ImportError:  # before 5.24
@@ -33,7 +33,7 @@ def _splits() -> dict[str, str]:
 
 
 def write_tokenizer(file: GgufFile, folder: Path) -> str:
-    """Write the tokenizer into ``folder``. Returns why there is none; empty: there is one."""
+    """Write the tokenizer into ``folder``. Returns why that is impossible; empty: it was written."""
     model, pre = file.metadata.get("tokenizer.ggml.model"), file.metadata.get("tokenizer.ggml.pre", "")
     if model in (None, "none") or not isinstance(file.metadata.get(_TOKENS), list):
         return "the file has none"
@@ -59,9 +59,9 @@ def write_tokenizer(file: GgufFile, folder: Path) -> str:
 
 
 def _described(file: GgufFile) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What transformers' readers of tokenizers take: the vocabulary, and the settings of the tokenizer.
+    """The vocabulary and the settings, as transformers' converters take them.
 
-    Ids of tokens outside the vocabulary, such as 4294967295, are left out, as llama.cpp does.
+    Ids of tokens outside the vocabulary, such as 4294967295, are left out, as in llama.cpp.
     """
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_TOKENIZER_MAPPING
 
@@ -87,9 +87,9 @@ def _described(file: GgufFile) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _byte_level(tokens: Sequence[str], kinds: Sequence[int], merges: Sequence[str], pre: str) -> Any:
-    """A byte-level vocabulary with the file's own ids, whatever characters its special tokens have.
+    """A byte-level tokenizer with the file's own ids, whatever characters its special tokens contain.
 
-    transformers' own reader knows special tokens of ASCII alone, gives others new ids, and adds one that no file has.
+    transformers' own converter handles ASCII special tokens only, renumbers others, and adds a token.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
@@ -108,10 +108,10 @@ def _byte_level(tokens: Sequence[str], kinds: Sequence[int], merges: Sequence[st
 
 
 def _as_llama_cpp_splits(tokenizer: Any, prefix: bool) -> None:
-    """A SentencePiece vocabulary over a text whole, as llama.cpp takes it: ``prefix``: with a space before it.
+    """Make a SentencePiece tokenizer work on whole texts, as llama.cpp does; ``prefix``: add a leading space.
 
-    The space goes before every text between special tokens, whatever that begins with; answers lose the first one.
-    transformers' own reader has it before the first text only, and only where there is none.
+    The space precedes every text between special tokens, whatever its first character; decoding removes the first one.
+    transformers' converter adds it to the first text only, and only if that has none.
     """
     from tokenizers import decoders, normalizers
 
