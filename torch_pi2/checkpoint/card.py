@@ -58,8 +58,7 @@ def write_part(folder: Path, part: str, source: str | Path, library: str = "torc
 
 
 def keep_card(folder: Path, staging: Path) -> None:
-    """Copy the card of ``folder``, if it has one, to ``staging``, which is about to replace it, with our part emptied.
-    """
+    """Copy the card of ``folder``, if it has one, to ``staging``, which will replace it, with our part emptied."""
     if (folder / CARD_FILE).is_file():
         before = (folder / CARD_FILE).read_bytes()
         (staging / CARD_FILE).write_bytes(_with(before, f"{BEGIN}\n{END}".encode()))

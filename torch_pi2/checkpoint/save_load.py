@@ -301,8 +301,7 @@ def finish_loading(model: nn.Module, gpu_bytes: int | None) -> LoadedModel:
 
 
 def checked_plan(own: Plan, other: Plan | str | Path | None, folder: Path) -> Plan:
-    """``other``, if given, instead of the folder's ``own`` plan. Raises StaleArtifactError: it is for another folder.
-    """
+    """``other``, if given, instead of the folder's ``own`` plan. Raises StaleArtifactError: it is for another one."""
     if other is None:
         return own
     made = other if isinstance(other, Plan) else Plan.load(other)

@@ -53,8 +53,7 @@ MakeExperts = Callable[[Iterable[SparseFFN], Sequence[LayerPlan]], SparseExperts
 
 @dataclass(frozen=True)
 class LoadSettings:
-    """Arguments of :func:`torch_pi2.load`, and ``config``, a transformers configuration to use instead of the folder's.
-    """
+    """Arguments of :func:`torch_pi2.load`, and ``config``, a transformers configuration in place of the folder's."""
 
     model: nn.Module | None = None
     trust_remote_code: bool = False

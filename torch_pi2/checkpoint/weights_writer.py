@@ -253,8 +253,7 @@ class Quantizer:
 
 
 def converted(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """``values`` of the checkpoint's tensor ``name`` in ``dtype``. Raises NonFiniteError: NaN or infinity in ``dtype``.
-    """
+    """``values`` of the checkpoint's tensor ``name`` in ``dtype``. Raises NonFiniteError: NaN or infinity there."""
     made = values.to(dtype)
     if not made.numel() or all(map(math.isfinite, map(float, made.aminmax()))):
         return made

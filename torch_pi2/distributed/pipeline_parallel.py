@@ -85,8 +85,7 @@ def _blocks(model: nn.Module, shard: Shard) -> dict[str, int]:
 
 
 class _LocalBlock:
-    """A mixin for a local decoder block: if it fails, the others, which wait for its hidden states, are told at once.
-    """
+    """A mixin for a local decoder block: if it fails, the others, which wait for its output, are told at once."""
 
     group: Group
     #: Whether the next block is in another process.

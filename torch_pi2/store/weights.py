@@ -226,8 +226,7 @@ class QuantizedWeights(TensorReader):
         return self.strategies[key]
 
     def check_linears(self, model: nn.Module) -> None:
-        """Raises ArtifactError: linears or embeddings differ from those of ``model``, or lack rows of the right size.
-        """
+        """Raises ArtifactError: linears or embeddings do not match those of ``model``."""
         for name, columns in self.linears.items():
             try:
                 linear = model.get_submodule(name)

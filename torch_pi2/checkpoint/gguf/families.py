@@ -324,8 +324,7 @@ def _llama3(file: GgufFile, rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def llama3_divisors(pairs: int, theta: float, rule: Mapping[str, Any]) -> torch.Tensor:
-    """``[pairs]``: divisors of the rotary frequencies by rule ``llama3``: 1 for short waves, its factor for long ones.
-    """
+    """``[pairs]``: divisors of rotary frequencies by rule ``llama3``: 1 for short waves, its factor for long ones."""
     turns = rule["original_max_position_embeddings"] * theta ** -(torch.arange(pairs) / pairs) / (2 * math.pi)
     low, high = rule["low_freq_factor"], rule["high_freq_factor"]
     smooth = ((turns - low) / (high - low)).clamp(0, 1)
