@@ -23,6 +23,8 @@ def opcheck(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = Non
     kwargs = kwargs or {}
     torch.library.opcheck(op, tuple(args), dict(kwargs), **options)
     left = min(_left_behind(op, args, kwargs, calls=100) for _ in range(3))
+    if left >= 16:  # threads that read may have allocated meanwhile: a leak grows with the calls
+        left = _left_behind(op, args, kwargs, calls=2000)
     assert left < 16, f"{left} bytes a call"
 
 
