@@ -109,7 +109,7 @@ class Damaged:
         self.header[new] = self.header.pop(old)
 
     def write(self, path: Path, pad: int = 4096) -> None:
-        text = json.dumps(self.header).encode()
+        text = json.dumps(self.header, separators=(",", ":")).encode()  # no longer than it was
         text += b" " * (-(8 + len(text)) % pad)
         path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(self.data))
 
