@@ -72,7 +72,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _hardware(args: argparse.Namespace) -> dict[str, Any]:
-    """The profile of this machine, measured now (``--measure``) or earlier."""
     from torch_pi2.machine.find import cached_path
     from torch_pi2.machine.hardware import Hardware
 
@@ -185,12 +184,15 @@ def render(result: dict[str, Any]) -> str:
         "library": loaded,
         "hardware": _render_hardware(result["hardware"]),
     }
+    found = target["problems"] if target else []
+    problems = [f"  {p['what']}: expected {p['expected']}, found {p['found']}\n    {p['fix']}" for p in found]
+    head = "cannot be exported for yet:" if problems else "can be exported for here"
     return "\n".join(
         (
             *(f"{name:10} {text}" for name, text in lines.items() if text),
             "",
             common.records(extras, ("extra", "missing", "install")) if extras else "extras: unknown without pip",
-            *([] if target is None else ["", _render_target(target)]),
+            *([] if target is None else ["", f"target     {target['name']}: {head}", *problems]),
             "",
             "all is well" if result["ok"] else "something is wrong: see above",
         )
@@ -207,12 +209,6 @@ def _render_hardware(found: dict[str, Any] | None) -> str:
 
     shown = describe_hardware(Hardware.from_json(json.dumps(found["profile"])))
     return f"{found['path']}: {shown}".replace("\n", f"\n{' ' * 11}")
-
-
-def _render_target(target: dict[str, Any]) -> str:
-    lines = [f"  {p['what']}: expected {p['expected']}, found {p['found']}\n    {p['fix']}" for p in target["problems"]]
-    head = "cannot be exported for yet:" if lines else "can be exported for here"
-    return "\n".join([f"target     {target['name']}: {head}", *lines])
 
 
 def describe_hardware(hardware: Hardware) -> str:

@@ -62,7 +62,15 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     methods = sorted({layer.method for layer in plan.layers})
     result: dict[str, Any] = {"model": args.named, "threads": torch.get_num_threads(), "methods": methods}
     if args.lm_eval:
-        result["lm_eval"] = _tasks(args, {"dense": dense, "sparse": sparse}, tokenizer)
+        from torch_pi2.eval.harness import harness
+
+        by_task = result.setdefault("lm_eval", {})  # task -> form -> metrics
+        for form, model in {"dense": dense, "sparse": sparse}.items():
+            if model is not None:
+                phase(f"lm-eval: {form}")
+                figures = harness(model, tokenizer, args.lm_eval, limit=args.limit, batch_size=args.batch_size)
+                for task, metrics in figures.items():
+                    by_task.setdefault(task, {})[form] = metrics
     text = common.text_of(args, tokenizer, args.max_tokens)
     if dense is not None:
         return result | _compared(args, dense, sparse, tokenizer, text, plan)
@@ -86,20 +94,6 @@ def _set_batch(args: argparse.Namespace) -> None:
             found=str(args.context),
             fix="Pass a smaller --window" + (" or --batch-size." if given else "."),
         )
-
-
-def _tasks(args: argparse.Namespace, forms: dict[str, Any], tokenizer: Any) -> dict[str, dict[str, Any]]:
-    """Task -> form (``dense`` or ``sparse``) -> metrics of lm-eval."""
-    from torch_pi2.eval.harness import harness
-
-    found: dict[str, dict[str, Any]] = {}
-    for of, model in forms.items():
-        if model is not None:
-            phase(f"lm-eval: {of}")
-            figures = harness(model, tokenizer, args.lm_eval, limit=args.limit, batch_size=args.batch_size)
-            for task, of_task in figures.items():
-                found.setdefault(task, {})[of] = of_task
-    return found
 
 
 def _loss(args: argparse.Namespace, model: Any, tokenizer: Any, text: str) -> dict[str, Any]:

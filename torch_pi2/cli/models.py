@@ -127,25 +127,19 @@ def load_sparse(args: argparse.Namespace) -> nn.Module:
         group = {name: getattr(args, option, None) for name, option in options.items()}
         if group := {name: value for name, value in group.items() if value is not None}:
             how["group"] = torch_pi2.GroupConfig(**group)
-        if common.left_out(args):
-            how["offload"] = _lossy_offload(args)
+        if settings := common.left_out(args):
+            from torch_pi2.checkpoint.offloaded import offload_of
+            from torch_pi2.store.parts import Parts
+
+            if getattr(args, "budget", None) is None:
+                options = ", ".join(f"{common.option_of(name)} {value:g}" for name, value in settings.items())
+                raise common.needs(options, "--budget", "all weights in memory")
+            with Parts(Path(args.model) / "pi2") as parts:
+                how["offload"] = replace(offload_of(parts.plan()), **settings)
         if getattr(args, "gpu_memory", None) not in (None, _ALL):
             how["gpu_memory"] = args.gpu_memory
         model = torch_pi2.load(args.model, trust_remote_code=args.trust_remote_code, **how)
     return coordinated(args, model)
-
-
-def _lossy_offload(args: argparse.Namespace) -> Any:
-    """The folder's OffloadConfig with the options that leave neurons out."""
-    from torch_pi2.checkpoint.offloaded import offload_of
-    from torch_pi2.store.parts import Parts
-
-    settings = common.left_out(args)
-    if getattr(args, "budget", None) is None:
-        options = ", ".join(f"{common.option_of(name)} {value:g}" for name, value in settings.items())
-        raise common.needs(options, "--budget", "all weights in memory")
-    with Parts(Path(args.model) / "pi2") as parts:
-        return replace(offload_of(parts.plan()), **settings)
 
 
 def load_any(args: argparse.Namespace, dense: bool = False) -> nn.Module:

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     import torch_pi2
     from torch_pi2.cli.inspect import describe
-    from torch_pi2.eval.verdict import bytes_of
+    from torch_pi2.eval.verdict import bytes_of, judge
     from torch_pi2.rewrite.state import get_state
     from torch_pi2.store.folder import check_replaceable, check_separate
 
@@ -55,28 +55,22 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     torch_pi2.save(model, args.out, tokenizer=tokenizer)
     if not args.no_verdict:
         phase(verdict.MEASURING)
-        _judge(args, model, tokenizer, config, dense_bytes)
+        dense, why = verdict.dense_of(args, dense_bytes)
+        given = {name: value for name, value in asdict(config).items() if value != getattr(Config(), name)}
+        judged = judge(
+            model,
+            dense,
+            args.out,
+            tokenizer=tokenizer,
+            made=[verdict.step("optimize", args.model, given)],
+            dense_bytes=dense_bytes,
+            not_measured=why,
+            lossy=["int8 activations"] if config.activations == "int8" else [],
+            trust_remote_code=args.trust_remote_code,
+        )
+        verdict.keep(args.out, judged, args.model)
     errors = {name: asdict(error) for name, error in get_state(model).quantization.items()}
     return {"out": str(args.out), **describe(args.out), "weights": config.weights, "quantization": errors}
-
-
-def _judge(args: argparse.Namespace, model: Any, tokenizer: Any, config: Config, dense_bytes: int) -> None:
-    from torch_pi2.eval.verdict import judge
-
-    dense, why = verdict.dense_of(args, dense_bytes)
-    given = {name: value for name, value in asdict(config).items() if value != getattr(Config(), name)}
-    result = judge(
-        model,
-        dense,
-        args.out,
-        tokenizer=tokenizer,
-        made=[verdict.step("optimize", args.model, given)],
-        dense_bytes=dense_bytes,
-        not_measured=why,
-        lossy=["int8 activations"] if config.activations == "int8" else [],
-        trust_remote_code=args.trust_remote_code,
-    )
-    verdict.keep(args.out, result, args.model)
 
 
 def render(result: dict[str, Any]) -> str:

@@ -99,7 +99,6 @@ def _metrics(figures: dict[str, Any]) -> dict[str, float]:
 
 @contextmanager
 def _offline() -> Iterator[None]:
-    """Keep the Hub and ``datasets`` off the network."""
     import datasets.config
     import huggingface_hub.constants
 

@@ -72,18 +72,18 @@ class Firing:
             hot = layer.n_hot if layer.site.experts is not None else layer.hot_for(max(1, sequences))
             fired = counts[1 : 1 + hot].sum(), counts[1 + hot :].sum()
             sums[_name(layer)] += torch.tensor([counts[0], hot, *fired], dtype=torch.float64)
-        return [_fired(layer, *sums[layer["key"]].tolist()) for layer in self.layers]
+        found = []
+        for layer in self.layers:
+            tokens, hot, fired_hot, fired_cold = sums[layer["key"]].tolist()
+            # only neurons of experts that a token is routed to can fire
+            pairs = max(tokens, 1) * layer["neurons"] / max(1, layer["experts"]) / layer["chosen"]
+            shares = {"hot": hot / layer["neurons"], "fired_hot": fired_hot / pairs, "fired_cold": fired_cold / pairs}
+            found.append({"tokens": int(tokens), **shares})
+        return found
 
 
 def _name(layer: SparseFFN) -> str:
     return layer.site.experts or layer.site.key
-
-
-def _fired(layer: dict[str, Any], tokens: float, hot: float, fired_hot: float, fired_cold: float) -> dict[str, float]:
-    # only neurons of experts that a token is routed to can fire
-    pairs = max(tokens, 1) * layer["neurons"] / max(1, layer["experts"]) / layer["chosen"]
-    shares = {"hot": hot / layer["neurons"], "fired_hot": fired_hot / pairs, "fired_cold": fired_cold / pairs}
-    return {"tokens": int(tokens), **shares}
 
 
 @dataclass

@@ -25,7 +25,7 @@ from torch_pi2.store.parts import Parts
 from torch_pi2.store.storefile import STORE_FILE, StoreReader
 from torch_pi2.store.weights import WEIGHTS_FILE, QuantizedWeights
 from torch_pi2.types.plan import LayerPlan, Plan
-from torch_pi2.types.stats import ActivationStats, LayerStats
+from torch_pi2.types.stats import LayerStats
 from torch_pi2.types.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def collect(folder: str | Path, *, plan: str | Path | None = None) -> Report:
     verdict = Verdict.find(inner, model["model_hash"] or None)
     report: Report = {
         "model": model,
-        "firing": firing_rows(stats) if stats else [],
+        "firing": [_firing(key, list(group)) for key, group in groupby(stats or (), key=lambda y: y.experts or y.key)],
         "plan": plan_facts(followed, predictors) if followed else None,
         "verdict": {} if verdict is None else dict(verdict.lines()),
         "made": _made(folder, plan),
@@ -126,17 +126,12 @@ def _shape(config: Mapping[str, Any]) -> str:
     return ", ".join([str(config.get("model_type", "")), *known])
 
 
-def firing_rows(stats: ActivationStats) -> list[dict[str, Any]]:
-    """A row per layer, or per block of experts.
+def _firing(key: str, layers: list[LayerStats]) -> dict[str, Any]:
+    """The row of a layer, or of a block of experts.
 
     ``cdf``: points (share of neurons, the most frequent first; their share of all firings). ``by_batch``: number of
     tokens -> mean share of neurons that fire for at least one of them.
     """
-    groups = groupby(stats, key=lambda layer: layer.experts or layer.key)
-    return [_firing(key, list(layers)) for key, layers in groups]
-
-
-def _firing(key: str, layers: list[LayerStats]) -> dict[str, Any]:
     fired = torch.cat([layer.fired for layer in layers])
     seen = [layer for layer in layers if layer.tokens]  # some experts may have been routed no token
     sizes = [{b for b, n in zip(y.batch_sizes, y.batch_groups.tolist(), strict=True) if n > 0} for y in seen]

@@ -143,7 +143,6 @@ def _header(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _layers(plan: Mapping[str, Any], firing: Mapping[str, float]) -> Iterator[str]:
-    """A table with a line per layer, or per block of experts."""
     hot = [f"hot ({bucket['batch']})" if bucket["batch"] else "hot" for bucket in plan["buckets"]]
     columns = ["layer", "method", "neurons", *(["fire"] if firing else []), *hot, "cold computed", "rank", "recall"]
     columns += ["precision", "predictor"]

@@ -75,8 +75,8 @@ def _lines(x: Sequence[Any], y: Sequence[Any], name: str, hover: str, **more: An
     return {**own, "hovertemplate": f"{hover}<extra>%{{fullData.name}}</extra>", **more}
 
 
-def _bars(x: Any, y: Sequence[Any], name: str, colour: str, hover: str, **more: Any) -> dict[str, Any]:
-    own = {"type": "bar", "x": x, "y": list(y), "name": escape(name), "marker": {"color": colour}}
+def _bars(x: Any, y: Sequence[Any], name: str, color: str, hover: str, **more: Any) -> dict[str, Any]:
+    own = {"type": "bar", "x": x, "y": list(y), "name": escape(name), "marker": {"color": color}}
     return {**own, "hovertemplate": f"{hover}<extra>%{{fullData.name}}</extra>", **more}
 
 
@@ -91,7 +91,7 @@ def _layer_axis(rows: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any
     return _axis("layer", tickvals=_keys(rows)[every], ticktext=[escape(s) for s in short][every], **more)
 
 
-def _depth_colour(index: int, count: int) -> str:
+def _depth_color(index: int, count: int) -> str:
     """From amber for the first layer to blue for the last."""
     at = index / max(1, count - 1)
     return "#" + "".join(f"{round(a + (b - a) * at):02x}" for a, b in ((0xB9, 0x4A), (0x82, 0x7B), (0x00, 0xD0)))
@@ -102,7 +102,7 @@ def _cdf(rows: Sequence[Mapping[str, Any]]) -> Plot:
     hover = "%{y:.1%} of firings by<br>%{x:.1%} of neurons"
     for index, row in enumerate(rows):
         x, y = zip(*row["cdf"], strict=True)
-        line = {"color": _depth_colour(index, len(rows)), "width": 1.2}
+        line = {"color": _depth_color(index, len(rows)), "width": 1.2}
         traces.append(_lines(x, y, row["key"], hover, line=line, showlegend=len(rows) <= _LABELS))
     at = np.linspace(0, 1, 101)
     mean = np.mean([np.interp(at, [x for x, _ in row["cdf"]], [y for _, y in row["cdf"]]) for row in rows], axis=0)
@@ -134,8 +134,8 @@ def _sparsity(rows: Sequence[Mapping[str, Any]]) -> Plot:
         "hovertemplate": "%{z:.1%} of neurons fire for at least one<br>of %{x} tokens<extra>%{y}</extra>",
     }
     read = (
-        "Share of neurons that fire for at least one of so many tokens of different sequences. The darker, the more "
-        "must be computed: what is sparse for one token is nearly dense for many, so more neurons are worth being hot."
+        "Share of neurons that fire for at least one of a number of tokens, each of another sequence. Darker: more to "
+        "compute. What is sparse for one token is nearly dense for many, so more neurons are worth being hot."
     )
     axes: dict[str, Any] = {"xaxis": _axis("tokens taken together", type="category")}
     axes["yaxis"] = _layer_axis(rows, autorange="reversed")
@@ -158,7 +158,6 @@ def places(row: Mapping[str, Any], number: int, stored: bool) -> dict[str, int]:
 
 
 def _plan(plan: Mapping[str, Any]) -> Plot:
-    """Places of each layer's neurons, for one batch size at a time."""
     rows, buckets = plan["rows"], plan["buckets"]
     stored = plan["hardware"] is not None and plan["hardware"]["budget_bytes"] is not None
     names = [n for n in _PLACES if any(places(r, b, stored).get(n) for r in rows for b in range(len(buckets)))]
@@ -187,14 +186,13 @@ def _plan(plan: Mapping[str, Any]) -> Plot:
 
 
 def _times(plan: Mapping[str, Any]) -> Plot:
-    """Predicted milliseconds per token by part, for each batch size."""
     buckets = [bucket for bucket in plan["buckets"] if bucket["ms"]]
     labels = [str(bucket["batch"]) for bucket in buckets]
     traces = []
-    for part, (name, colour) in PARTS.items():
+    for part, (name, color) in PARTS.items():
         each = [bucket["ms"].get(part, 0.0) / bucket["batch"] for bucket in buckets]
         if any(each):
-            traces.append(_bars(labels, each, name, colour, "%{y:.3g} ms a token"))
+            traces.append(_bars(labels, each, name, color, "%{y:.3g} ms a token"))
     totals = [sum(bucket["ms"].values()) / bucket["batch"] for bucket in buckets]
     rates = [f"{1e3 / total:,.3g}/s" if total else "" for total in totals]
     above = {"type": "scatter", "mode": "text", "x": labels, "y": totals, "text": rates, "textposition": "top center"}
