@@ -236,7 +236,8 @@ def test_export_passes_on_what_is_asked(
 
     model = torch.nn.Linear(2, 2)
     monkeypatch.setattr(api, "export", exporter)
-    monkeypatch.setattr("torch_pi2.cli.export._model", lambda args: model)
+    monkeypatch.setattr("torch_pi2.cli.models.load_dense", lambda args: None)
+    monkeypatch.setattr(torch_pi2, "optimize", lambda dense: model)
     monkeypatch.setattr("torch_pi2.cli.models.load_tokenizer", lambda args: "tokenizer")
     out = tmp_path / "bundle"
     options = ("--max-tokens", 99, "--batches", "1,2", "--hot", "1=3,2=4", "--hot-prompts", "32,64")

@@ -101,7 +101,13 @@ def _read(args: argparse.Namespace) -> str:
     lines: list[str] = []
     while True:
         try:
-            line = _line("... " if lines else "> ", args)
+            if sys.stdin is None:  # closed
+                raise EOFError
+            if sys.stdin.isatty():
+                with contextlib.redirect_stdout(args.stdout):
+                    line = input("... " if lines else "> ")
+            else:
+                line = input()
         except KeyboardInterrupt:
             _tell("")
             lines = []
@@ -113,15 +119,6 @@ def _read(args: argparse.Namespace) -> str:
         if not line.endswith("\\"):
             return "\n".join([*lines, line])
         lines.append(line[:-1])
-
-
-def _line(prompt: str, args: argparse.Namespace) -> str:
-    if sys.stdin is None:  # closed
-        raise EOFError
-    if not sys.stdin.isatty():
-        return input()
-    with contextlib.redirect_stdout(args.stdout):
-        return input(prompt)
 
 
 def _stats(model: Any, session: Any) -> str:

@@ -81,7 +81,7 @@ def describe(folder: Path, verify: bool = False, progress: bool = True) -> dict[
         ArtifactError: not a folder of torch_pi2, or a damaged file. ConfigError: there is no store to verify.
     """
     from torch_pi2.store.parts import Parts
-    from torch_pi2.store.storefile import STORE_FILE
+    from torch_pi2.store.storefile import STORE_FILE, open_weights, weights_path
 
     if (folder / "manifest.json").is_file():
         return describe_bundle(folder, verify, progress)
@@ -106,6 +106,10 @@ def describe(folder: Path, verify: bool = False, progress: bool = True) -> dict[
     for found in (*_of_layers(stats, predictors, here), slots):
         for key, facts in found.items():
             layers.setdefault(key, {"key": key}).update(facts)
+    matrices: dict[str, int] = {}  # format -> number of linear layers and embeddings
+    if weights_path(inner) is not None:
+        with open_weights(inner) as weights:
+            matrices = dict(Counter(weights.format_of(name) for name in (*weights.linears, *weights.embeddings)))
     report = predictors.report.to_json() if predictors.report else None
     files = {p.name: p.stat().st_size for p in sorted(inner.iterdir()) if p.is_file()}
     kinds = ["model"] if inner != folder else []
@@ -117,7 +121,7 @@ def describe(folder: Path, verify: bool = False, progress: bool = True) -> dict[
         "left": plan.made_by.get("left", {}) if plan else {},
         "store": store or None,
         "budget": _budget(folder, inner / STORE_FILE, plan, predictors) if has_store and plan else None,
-        "matrices": _matrices(inner),
+        "matrices": matrices,
         "thresholds": _budget_of_loss(plan, stats),
         "fit": report and {name: report[name] for name in ("change", "tolerance", "met", "skipped", "tokens")},
         "verdict": verdict.as_json(folder, None if plan is None else plan.model_hash),
@@ -148,16 +152,6 @@ def _of_layers(
         for layer in (plan.layers if plan else ())
     }
     return fired, cards, chosen
-
-
-def _matrices(inner: Path) -> dict[str, int]:
-    """Format -> number of linear layers and embeddings."""
-    from torch_pi2.store.storefile import open_weights, weights_path
-
-    if weights_path(inner) is None:
-        return {}
-    with open_weights(inner) as weights:
-        return dict(Counter(weights.format_of(name) for name in (*weights.linears, *weights.embeddings)))
 
 
 def _budget_of_loss(plan: Plan | None, stats: ActivationStats | None) -> dict[str, Any] | None:

@@ -132,8 +132,8 @@ def load_sparse(args: argparse.Namespace) -> nn.Module:
             from torch_pi2.store.parts import Parts
 
             if getattr(args, "budget", None) is None:
-                options = ", ".join(f"{common.option_of(name)} {value:g}" for name, value in settings.items())
-                raise common.needs(options, "--budget", "all weights in memory")
+                lossy = ", ".join(f"{common.option_of(name)} {value:g}" for name, value in settings.items())
+                raise common.needs(lossy, "--budget", "all weights in memory")
             with Parts(Path(args.model) / "pi2") as parts:
                 how["offload"] = replace(offload_of(parts.plan()), **settings)
         if getattr(args, "gpu_memory", None) not in (None, _ALL):

@@ -34,28 +34,23 @@ class DecodeTiming:
         return {"total_ms": self.total_ms, "ffn_ms": self.ffn_ms}
 
 
-class _FFNClock:
-    """Sums the seconds inside modules, by forward hooks."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._started = 0.0
-
-    def enter(self, _module: nn.Module, _inputs: Any) -> None:
-        self._started = time.perf_counter()
-
-    def leave(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
-        self.seconds += time.perf_counter() - self._started
-
-
 @contextmanager
-def _clocked(model: nn.Module, names: Iterable[str]) -> Iterator[_FFNClock]:
-    clock, handles = _FFNClock(), []
+def _clocked(model: nn.Module, names: Iterable[str]) -> Iterator[list[float]]:
+    """The seconds of each call of the named modules, by forward hooks."""
+    seconds, started, handles = [], 0.0, []
+
+    def enter(*_: Any) -> None:
+        nonlocal started
+        started = time.perf_counter()
+
+    def leave(*_: Any) -> None:
+        seconds.append(time.perf_counter() - started)
+
     try:
         for name in names:
             module = model.get_submodule(name)
-            handles += [module.register_forward_pre_hook(clock.enter), module.register_forward_hook(clock.leave)]
-        yield clock
+            handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+        yield seconds
     finally:
         for handle in handles:
             handle.remove()
@@ -75,13 +70,13 @@ def _decode_round(
     name = cache_name(model)
     with evaluating(model):
         output = model(input_ids=ids_BT, use_cache=True)
-        with _clocked(model, names) as clock:
+        with _clocked(model, names) as seconds:
             started = time.perf_counter()
             for _ in range(new_tokens):
                 next_B1 = output.logits[:, -1:].argmax(-1)
                 output = model(input_ids=next_B1, use_cache=True, **{name: cache_of(output)})
             total = time.perf_counter() - started
-    return total * 1e3 / new_tokens, clock.seconds * 1e3 / new_tokens
+    return total * 1e3 / new_tokens, sum(seconds) * 1e3 / new_tokens
 
 
 def ffn_modules(dense: nn.Module, sites: Iterable[FFNSite]) -> list[str]:

@@ -73,11 +73,11 @@ class Firing:
             fired = counts[1 : 1 + hot].sum(), counts[1 + hot :].sum()
             sums[_name(layer)] += torch.tensor([counts[0], hot, *fired], dtype=torch.float64)
         found = []
-        for layer in self.layers:
-            tokens, hot, fired_hot, fired_cold = sums[layer["key"]].tolist()
+        for about in self.layers:
+            tokens, hot, fired_hot, fired_cold = sums[about["key"]].tolist()
             # only neurons of experts that a token is routed to can fire
-            pairs = max(tokens, 1) * layer["neurons"] / max(1, layer["experts"]) / layer["chosen"]
-            shares = {"hot": hot / layer["neurons"], "fired_hot": fired_hot / pairs, "fired_cold": fired_cold / pairs}
+            pairs = max(tokens, 1) * about["neurons"] / max(1, about["experts"]) / about["chosen"]
+            shares = {"hot": hot / about["neurons"], "fired_hot": fired_hot / pairs, "fired_cold": fired_cold / pairs}
             found.append({"tokens": int(tokens), **shares})
         return found
 

@@ -64,27 +64,21 @@ def collect(folder: str | Path, *, plan: str | Path | None = None) -> Report:
     followed = checked_plan(own, plan, folder) if own else None
     model = _model(folder, inner, model_hash or (stats.model_hash if stats else ""))
     verdict = Verdict.find(inner, model["model_hash"] or None)
+    about, words = process.describe(), [] if plan is None else ["--plan", Path(plan).name]
+    machine = about["machine"]
     report: Report = {
         "model": model,
         "firing": [_firing(key, list(group)) for key, group in groupby(stats or (), key=lambda y: y.experts or y.key)],
         "plan": plan_facts(followed, predictors) if followed else None,
         "verdict": {} if verdict is None else dict(verdict.lines()),
-        "made": _made(folder, plan),
+        "made": {  # without paths of the machine
+            "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            "command": shlex.join(["torch-pi2", "report", folder.resolve().name, *words]),
+            "machine": f"{machine['cpu']}, {machine['cores']} cores, {size(machine['memory_bytes'])}",
+            "versions": ", ".join(f"{name} {version}" for name, version in about["versions"].items()),
+        },
     }
     return report | {"missing": _missing(report, folder)}
-
-
-def _made(folder: Path, plan: str | Path | None) -> dict[str, str]:
-    """Date, command, machine and versions of the report, without paths."""
-    about = process.describe()
-    words = [] if plan is None else ["--plan", Path(plan).name]
-    machine = f"{about['machine']['cpu']}, {about['machine']['cores']} cores, {size(about['machine']['memory_bytes'])}"
-    return {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": shlex.join(["torch-pi2", "report", folder.resolve().name, *words]),
-        "machine": machine,
-        "versions": ", ".join(f"{name} {version}" for name, version in about["versions"].items()),
-    }
 
 
 def _model(folder: Path, inner: Path, model_hash: str) -> dict[str, Any]:
