@@ -1,7 +1,7 @@
 """``Pi2Partitioner``: feed-forward layers and mixtures of experts become calls of the ``Pi2Backend`` delegate.
 
-The weights are in a store that is written first (D2), so the ``.pte`` only has a blob of 512 bytes per call
-(:mod:`torch_pi2.export.store`), which travels in the compile specs. Needs executorch.
+Weights are in a store that is written first; the ``.pte`` only has a blob of 512 bytes per call
+(:mod:`torch_pi2.export.store`), passed in the compile specs. Needs executorch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch_pi2.rewrite.state import get_state
 
 BACKEND = "Pi2Backend"
 _BLOB = "blob"
-#: The blob of a node of a program; None: it is none of ours.
+#: The blob of a node of a program; None for nodes that are not ours.
 BlobOf = Callable[[torch.export.ExportedProgram, torch.fx.Node], "bytes | None"]
 #: Whole layers in programs of :func:`torch_pi2.export_program`, and their references.
 _WHOLE: Mapping[str, Callable[..., Any]] = {
@@ -41,19 +41,19 @@ _WHOLE: Mapping[str, Callable[..., Any]] = {
     "pi2.predicted_ffn": predicted_ffn,
     "pi2.experts_ffn": experts_ffn,
 }
-#: Arguments that tell one model from another.
+#: Arguments that identify the model.
 _WEIGHTS = ("neuron_rows", "bias_gate", "bias_up", "bias_down")
 #: Argument of such an operator -> attribute of its layer.
 _THRESHOLDS = {"threshold": "threshold", "cut": "predictor_threshold", "thresholds": "thresholds", "cuts": "cuts"}
 
 
 def role_of(node: torch.fx.Node) -> int | None:
-    """The role in the blob of a delegate operator; None for other nodes."""
+    """The blob's role of a delegate operator; None for other nodes."""
     return ROLES.get(_operator(node))
 
 
 def _operator(node: torch.fx.Node) -> str:
-    """Name of the operator that a node calls, such as "aten.relu", in ATen and in ExecuTorch's dialect; or ""."""
+    """Name of the ATen or edge operator that a node calls, such as "aten.relu"; or ""."""
     target = node.target if isinstance(node.target, torch._ops.OpOverload) else getattr(node.target, "_op", None)
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return ""
@@ -69,16 +69,16 @@ def _is_constant(program: torch.export.ExportedProgram, node: torch.fx.Node) -> 
 def _mismatch(
     program: torch.export.ExportedProgram, node: torch.fx.Node, home: SparseLayer, known: dict[str, str]
 ) -> str:
-    """The first weight or threshold of a call that differs from those of ``home``, the layer of that name; or "".
+    """The first weight or threshold of a call that differs from the layer ``home``; or "".
 
-    Predictors are not compared: their rows may be in another order in a program. known: name of a program's input ->
-    name of the parameter or buffer.
+    Predictors are not compared, as their rows may have another order. known: input of the program -> name of the
+    parameter or buffer.
     """
     for data in node.all_input_nodes:
         name = known.get(data.name, "")
         theirs = program.state_dict.get(name, program.constants.get(name))
         ours = getattr(home, name.rpartition(".")[2], None) if name.endswith(_WEIGHTS) else None
-        known_bytes = type(theirs) in (torch.Tensor, nn.Parameter)  # not so once a part of the program is lowered
+        known_bytes = type(theirs) in (torch.Tensor, nn.Parameter)  # fake once part of the program is lowered
         if theirs is not None and ours is not None and known_bytes and not _is_same(theirs.detach(), ours.detach()):
             return name
     call = vars(arguments_of(_WHOLE[_operator(node)], node.args))
@@ -94,7 +94,7 @@ def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _without_gradients(program: torch.export.ExportedProgram) -> None:
-    """Lowering runs operators on fake parameters, and ours have no gradients. The model's parameters are unchanged."""
+    """Detach the program's parameters: lowering runs our operators, which have no gradients, on fakes of them."""
     parameters = {name: value for name, value in program.state_dict.items() if isinstance(value, nn.Parameter)}
     detached = {id(value): nn.Parameter(value.detach(), requires_grad=False) for value in parameters.values()}
     program.state_dict.update({name: detached[id(value)] for name, value in parameters.items()})
@@ -105,7 +105,7 @@ def _without_gradients(program: torch.export.ExportedProgram) -> None:
 
 @final
 class Pi2Backend(BackendDetails):  # the delegate's name is that of the class
-    """Gives each call its blob; profiles show the operator that it was."""
+    """Gives each call its blob, and its operator's debug handle for profiles."""
 
     @staticmethod
     def preprocess(edge_program: torch.export.ExportedProgram, compile_specs: list[CompileSpec]) -> PreprocessResult:
@@ -120,9 +120,9 @@ class BlobPartitioner(Partitioner):
 
     Args:
         blob: gives the blob of a node.
-        rest: takes the other nodes. It is a part of this one because each partitioner in a list decomposes the whole
-            program first: with the same operators to preserve that is done twice, with others what the next one knows
-            (quantised linears) would be gone without an error. None: those of XNNPACK are preserved.
+        rest: takes the other nodes. It is nested because each partitioner in a list decomposes the whole program first:
+            twice the work, or, with other operators to preserve, silently without the next one's patterns (quantised
+            linears). None: operators of XNNPACK are preserved.
     """
 
     def __init__(self, blob: BlobOf, rest: Partitioner | None = None) -> None:
@@ -133,7 +133,7 @@ class BlobPartitioner(Partitioner):
         if self._rest is not None:
             return self._rest.ops_to_not_decompose(ep)
         if any(isinstance(node.target, EdgeOpOverload) for node in ep.graph.nodes):
-            return [], None  # lowered already: ExecuTorch asks which operators must be gone
+            return [], None  # after lowering ExecuTorch asks which operators must be gone
         from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 
         return XnnpackPartitioner().ops_to_not_decompose(ep)
@@ -148,7 +148,7 @@ class BlobPartitioner(Partitioner):
             if blob is not None:
                 node.meta["delegation_tag"] = f"pi2_{i}"
                 tags[f"pi2_{i}"] = DelegationSpec(BACKEND, [CompileSpec(_BLOB, blob)])
-                for data in node.all_input_nodes:  # weights are in the store, and go with the node
+                for data in node.all_input_nodes:  # weights are in the store: remove them with the node
                     if data.op == "placeholder" and [*data.users] == [node] and _is_constant(exported_program, data):
                         data.meta["delegation_tag"] = f"pi2_{i}"
         return PartitionResult(tagged_exported_program=exported_program, partition_tags=tags)
@@ -167,17 +167,17 @@ class Pi2Partitioner(BlobPartitioner):
         edge = to_edge_transform_and_lower(program, partitioner=partitioner)
         edge.to_executorch().save("out/model.pte")
 
-    Who runs the ``.pte`` has our library in the process, and says where the store is (docs/BUNDLE.md).
-    :func:`torch_pi2.export` does more: a KV cache, a manifest, a tokenizer.
+    To run the ``.pte``, load our library and pass the store's path (docs/BUNDLE.md). :func:`torch_pi2.export` adds a KV
+    cache, a manifest and a tokenizer.
 
     Args:
-        model: that :func:`torch_pi2.optimize` or :func:`torch_pi2.load` gave.
-        store: the file to write, at once; ``.pte`` files know its name alone.
-        rest: another partitioner, for all else; or list it behind this one, if it is XNNPACK's.
+        model: from :func:`torch_pi2.optimize` or :func:`torch_pi2.load`.
+        store: the file to write, immediately; ``.pte`` files only have its name.
+        rest: a partitioner for everything else; XNNPACK's may instead follow this one in a list.
 
     Raises:
         ConfigError: a dense model; when lowering, a program without layers of this model. UnsupportedModelError: see
-            :func:`torch_pi2.export`; a layer that is called twice. ArtifactError: the store cannot be written.
+            :func:`torch_pi2.export`; or a layer is called twice. ArtifactError: the store cannot be written.
     """
 
     def __init__(self, model: nn.Module, store: str | Path, rest: Partitioner | None = None) -> None:
@@ -212,7 +212,6 @@ class Pi2Partitioner(BlobPartitioner):
         return super().partition(exported_program)
 
     def _layer(self, program: torch.export.ExportedProgram, node: torch.fx.Node) -> int | None:
-        """The layer that a node is; None if it is no layer of ours."""
         if _operator(node) not in _WHOLE:
             return None
         rows = arguments_of(_WHOLE[_operator(node)], node.args).neuron_rows
@@ -233,7 +232,7 @@ class Pi2Partitioner(BlobPartitioner):
         return found[0]
 
     def _check(self, program: torch.export.ExportedProgram) -> None:
-        """Raises ConfigError for a program of which nothing would be ours, UnsupportedModelError for a layer twice."""
+        """Raises ConfigError: no layer of this model; UnsupportedModelError: a layer is called twice."""
         found = [layer for layer in (self._layer(program, node) for node in program.graph.nodes) if layer is not None]
         if not found:
             raise ConfigError(
@@ -254,14 +253,14 @@ class Pi2Partitioner(BlobPartitioner):
 # --- whole programs ---------------------------------------------------------------------------------------------------
 
 
-#: Threads of ExecuTorch's pool at most, for which our attention has sums; and, in a row of sums, padding, largest score
-#: and total.
+#: Most threads of ExecuTorch's pool with partial sums in our attention; and, in a row of sums, padding, maximum and
+#: total.
 _THREADS, _PADDING = 8, 18
 
 
 @dataclass(frozen=True)
 class Program:
-    """A ``.pte`` in pieces; bytes of the memory that ExecuTorch plans for its methods, which share it; of XNNPACK's."""
+    """A ``.pte`` in pieces, bytes of ExecuTorch's arena, which methods share, and of XNNPACK's workspace."""
 
     pieces: list[bytes]
     arena_bytes: int
@@ -278,11 +277,11 @@ def lower(
     """The ``.pte`` of ``programs``.
 
     Args:
-        blob: what a delegate operator becomes, of its layer, role, first neuron and queue.
+        blob: (layer, role, first neuron, queue) of a delegate operator -> its blob.
         constant_methods: methods that return a number, a bool or a list of these.
 
     Raises:
-        UnsupportedModelError: ExecuTorch cannot lower it; or it missed a delegate operator.
+        UnsupportedModelError: ExecuTorch cannot lower it, or missed a delegate operator.
     """
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import ExecutorchBackendConfig
@@ -310,18 +309,17 @@ def lower(
         )
     arenas = zip_longest(*(p.non_const_buffer_sizes for p in program.executorch_program.execution_plan), fillvalue=0)
     pieces: Any = []
-    program.write_to_file(SimpleNamespace(write=pieces.append))  # as they are: in one they would be there twice
+    program.write_to_file(SimpleNamespace(write=pieces.append))  # joining them would copy everything
     return Program(pieces, sum(map(max, arenas)), workspace)
 
 
 def _delegated(
     programs: Mapping[str, torch.export.ExportedProgram], partitioners: Mapping[str, Any], constants: Mapping[str, Any]
 ) -> Any:
-    """As ``to_edge_transform_and_lower``, in three quarters of the time (a whole export of 8 layers: 39 instead of 51 s
-    of a CPU).
+    """``to_edge_transform_and_lower`` in three quarters of the time (export of 8 layers: 39 instead of 51 CPU seconds).
 
-    ExecuTorch decomposes programs three times, for nodes of operators that a partitioner wants whole and then does not
-    take. Where it takes all of them, once gives the same bytes (tests/export/test_lower.py).
+    ExecuTorch decomposes programs three times, for operators that a partitioner preserves and then rejects. If it takes
+    all of them, once gives the same bytes (tests/export/test_lower.py).
     """
     from executorch.exir import EdgeCompileConfig, to_edge, to_edge_transform_and_lower
 
@@ -331,7 +329,7 @@ def _delegated(
     edge = to_edge(dict(programs), constant_methods=dict(constants), compile_config=config)
     for key in programs:
         for node in edge.exported_program(key).graph.nodes:
-            node.meta.pop("from_node", None)  # a tree, copied for each node that a pass makes, and read by nothing here
+            node.meta.pop("from_node", None)  # an unused tree that passes copy for each node
     edge = edge.to_backend(dict(partitioners))
     nodes = (node for key in programs for node in edge.exported_program(key).graph.nodes)
     if not any(getattr(node.target, "_op", None) in whole for node in nodes):
@@ -359,13 +357,11 @@ def _check_delegated(edge: Any, calls: Mapping[str, int], name: str) -> None:
             )
 
 
-# --- memory of what was lowered ---------------------------------------------------------------------------------------
+# --- memory of lowered programs ---------------------------------------------------------------------------------------
 
 
 def workspace_bytes(edge: Any) -> int:
-    """What XNNPACK needs for tensors within its delegates, which all share it, the most that live at once in any; and
-    our attention for its sums, and experts for theirs.
-    """
+    """Bytes of XNNPACK's shared workspace (most live tensors of a delegate), and of sums in attention and experts."""
     found, attention, experts = [0], [0], [0]
     for key in edge.methods:
         module = edge.exported_program(key).graph_module
@@ -380,7 +376,7 @@ def workspace_bytes(edge: Any) -> int:
 
 
 def _attention_bytes(call: Any) -> int:
-    """The most that a call of ``cached_attention`` takes: sums of each split of the positions, of all tiles at once."""
+    """Upper bound for a call of ``cached_attention``: sums of each split of the positions, for all tiles."""
     core = constants()
     heads, width = (call.kwargs["query"].meta["val"].shape[i] for i in (1, 3))
     _, key_heads, length, _ = call.kwargs["_all_bases"][0].meta["val"].shape
@@ -390,7 +386,7 @@ def _attention_bytes(call: Any) -> int:
 
 
 def _experts_bytes(call: Any) -> int:
-    """What a mixture takes (csrc/ffn/experts.cc): a slice's results, gathered inputs and lists of its tokens."""
+    """A mixture (csrc/ffn/experts.cc): results, gathered inputs and token lists of a slice."""
     (tokens, hidden), (_, slots) = (_sizes(call.args[i].meta["val"]) for i in (0, 3))
     slice_tokens = min(tokens, max(64, constants().expert_bytes // ((slots + 2) * hidden * 4)))
     return int(slice_tokens * ((slots + 2) * hidden * 4 + slots * 16))
@@ -403,7 +399,7 @@ def _lowered(module: Any) -> Iterator[Any]:
 
 
 def _most_alive(graph: Any) -> int:
-    """Inputs and outputs are in ExecuTorch's memory. A product of matrices has its second one once more, packed."""
+    """Most live bytes, without inputs and outputs (in the arena); matrix products pack their second operand."""
     nodes = list(graph.nodes)
     outputs = set(nodes[-1].all_input_nodes)
     last = {used: i for i, node in enumerate(nodes) for used in node.all_input_nodes}
@@ -422,14 +418,13 @@ def _most_alive(graph: Any) -> int:
 
 
 def _sizes(tensor: torch.Tensor) -> list[int]:
-    """The largest that were allowed when it was traced."""
+    """Upper bounds of the traced shape."""
     from executorch.exir.sym_util import eval_shape_upper_bound
 
     return list(eval_shape_upper_bound(tensor.shape))
 
 
 def _bytes(value: Any) -> int:
-    """Bytes of one or several tensors at their largest sizes."""
     if isinstance(value, list | tuple):
         return sum(map(_bytes, value))
     if not isinstance(value, torch.Tensor):

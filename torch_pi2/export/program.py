@@ -30,13 +30,13 @@ class MethodSpec:
     dynamic_shapes: Any = None
 
 
-#: About this machine, not about the model.
+#: Errors of this machine, not of the model.
 _OTHER_ERRORS = (Pi2Error, OSError, MemoryError)
 
 
 @contextmanager
 def named_failures(what: str, expected: str) -> Iterator[None]:
-    """Whatever torch, transformers or ExecuTorch raise within becomes an UnsupportedModelError with their reason."""
+    """Convert errors of torch, transformers and ExecuTorch into UnsupportedModelError with their reason."""
     try:
         yield
     except _OTHER_ERRORS:
@@ -54,7 +54,7 @@ def named_failures(what: str, expected: str) -> Iterator[None]:
 def trace(
     methods: Mapping[str, MethodSpec], name: str, *, progress: bool = False
 ) -> dict[str, torch.export.ExportedProgram]:
-    """``torch.export`` of every method of the model ``name``. Raises UnsupportedModelError, with torch's reason."""
+    """``torch.export`` of every method of the model ``name``. Raises UnsupportedModelError."""
     programs = {}
     for key, method in bar(methods.items(), "trace", progress, delay=2):
         what = f"torch.export of {name}, method {key}"
@@ -71,7 +71,7 @@ def trace(
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress warnings and log messages of torch and ExecuTorch that are for their developers."""
+    """Suppress developer warnings and logs of torch and ExecuTorch."""
     loggers = [logging.getLogger(name) for name in ("executorch", "torch.fx", "torch._export", "root")]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
@@ -97,12 +97,11 @@ def export_program(
 
     Args:
         model: rewritten by :func:`torch_pi2.optimize`.
-        args, kwargs: example inputs.
-        dynamic_shapes: as for ``torch.export.export``.
+        args, kwargs, dynamic_shapes: as for ``torch.export.export``.
 
     Raises:
-        UnsupportedModelError: the model is dense, some of its sparse FFNs would be exported dense (their activation is
-            code of a bigger block), or torch cannot export it; the message has torch's reason.
+        UnsupportedModelError: the model is dense, a sparse FFN would be exported dense (its activation is inline code
+            of a bigger block), or torch cannot export it.
     """
     layers = homes(model)
     if not layers:
@@ -120,7 +119,7 @@ def export_program(
         )
     operators = ("pi2.sparse_ffn", "pi2.experts_ffn")
     count = sum(str(node.target).startswith(operators) for node in exported.graph.nodes)
-    if count < len(layers):  # more is fine: a layer may be called twice
+    if count < len(layers):  # more: a layer is called twice
         raise UnsupportedModelError(
             what,
             expected=f"all {len(layers)} sparse FFNs as operators of the program",
@@ -132,7 +131,7 @@ def export_program(
 
 @contextmanager
 def _in_row_order(model: nn.Module) -> Iterator[None]:
-    """Undo, within the block, the interleaving of rows for this CPU's kernels: the program may run elsewhere."""
+    """Within the block, rows are not interleaved for this CPU's kernels: the program may run elsewhere."""
     layers = [m for m in model.modules() if isinstance(m, QuantLinear | SparseFFN)]
     before = [dict(vars(m), _buffers=dict(m._buffers)) for m in layers]
     try:

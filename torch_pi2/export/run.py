@@ -1,4 +1,4 @@
-"""``Bundle``: run a bundle on this machine by ExecuTorch's Python runtime. On phones the C++ runner does."""
+"""``Bundle``: run a bundle on this machine with ExecuTorch's Python runtime; phones use the C++ runner."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ from torch_pi2.export.text import SamplingKeywords, SamplingSettings, defaults_o
 
 _log = logging.getLogger("torch_pi2")
 
-#: ``stream(sequence, token, text)``: number of the sequence, its new token, and the text that is certain since the last
-#: call.
+#: ``stream(sequence, token, text)``: index of the sequence, its new token, and newly complete text.
 Stream = Callable[[int, int, str], None]
 #: Text, token ids, or messages of a chat.
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -45,9 +44,8 @@ class Answer:
     """One answer.
 
     Attributes:
-        ids: its tokens, with the one that ended it. text: theirs; empty without a tokenizer.
-        ended: "eos", "stop" (one of the strings), "length" (``max_new_tokens``) or "room" (prompt and answer have
-            ``max_tokens`` tokens).
+        ids: its tokens, including eos. text: decoded; empty without a tokenizer.
+        ended: "eos", "stop" (a stop string), "length" (``max_new_tokens``) or "room" (the bundle's ``max_tokens``).
     """
 
     ids: list[int]
@@ -57,11 +55,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class Generated:
-    """What :meth:`Bundle.generate` returns.
+    """The result of :meth:`Bundle.generate`.
 
     Attributes:
         prompt_ids: tokens of the prompt. sequences: the answers.
-        prompt_seconds: until the first token. decode_seconds: all others. decode_steps: calls of decoding methods.
+        prompt_seconds: to the first token. decode_seconds: the rest. decode_steps: calls of decoding methods.
     """
 
     prompt_ids: list[int]
@@ -77,35 +75,35 @@ class Generated:
 
     @property
     def tokens_per_second(self) -> float:
-        """Decoding speed: tokens of all sequences after the first of each; 0 if there are none."""
+        """Decoding speed over all sequences, without the first token of each; 0 if there are no others."""
         count = sum(len(s.ids) - 1 for s in self.sequences)
         return count / self.decode_seconds if count else 0.0
 
 
 class Bundle:
-    """An open bundle. Methods are loaded when they are first needed, the neuron store with the first of them.
+    """An open bundle. Methods are loaded on first use, the neuron store with the first of them.
 
-    One call at a time: the methods share one KV cache. The settings below are lossless: they change no bit.
+    One call at a time, as methods share the KV cache. All settings are lossless.
 
     Args:
-        folder: written by ``torch_pi2.export``; every file must be there with its size.
-        budget: bytes for all of it, or text such as "2.5GiB"; what ``manifest.memory.fixed_bytes`` leaves is for the
-            neuron cache. Python and PyTorch themselves come on top. None: everything fits.
-        store: the neuron store, or its folder, if it is not in ``folder`` (but on a faster disk, for instance).
-        threads: the engine's, for what it computes beside an accelerator (default: as many as ExecuTorch's pool has).
+        folder: written by ``torch_pi2.export``.
+        budget: total bytes, or text such as "2.5GiB"; the neuron cache gets what ``manifest.memory.fixed_bytes``
+            leaves. Python and PyTorch come on top. None: everything fits.
+        store: path of the neuron store or its folder, if not in ``folder``.
+        threads: of the engine, beside an accelerator (default: as in ExecuTorch's pool).
         io_threads, engine, policy, direct, preload: as in :class:`torch_pi2.OffloadConfig`.
-        trace: a file for a trace of all threads, for Perfetto, written when the bundle is closed.
+        trace: file for a Perfetto trace, written on close.
         tokenizer: instead of the folder's.
-        verify: which files are compared with their checksums first. None: all but the store, whose parts are compared
-            when they are read. True: also all of the store. False: only sizes, and those parts.
+        verify: None: check sizes, and checksums of all files but the store, whose parts are checked when read. True:
+            also the whole store. False: sizes only.
 
     Attributes:
         manifest: of the bundle. store: path of the neuron store.
 
     Raises:
-        ArtifactError: a file is missing, cut, changed or of another bundle, or ExecuTorch does not load the program.
-        StaleArtifactError: the store is of other weights. ConfigError: the budget is too small, or an option is wrong.
-        LibraryMissingError: ExecuTorch or our library for it is not installed. VersionError: it is of another version.
+        ArtifactError: a file is missing, changed or of another bundle, or ExecuTorch does not load the program.
+        StaleArtifactError: the store has other weights. ConfigError: the budget is too small, or an option is invalid.
+        LibraryMissingError: ExecuTorch or our backend is not installed. VersionError: another version of ExecuTorch.
     """
 
     @checked
@@ -156,7 +154,7 @@ class Bundle:
         self._sampling = defaults_of(self.folder)
         self._busy = threading.Lock()
         self._program: Program | None = Program(self.folder, self.manifest, options)
-        self._program.load("forward")  # opens the store, whose problems are reported now
+        self._program.load("forward")  # opens the store, to report its problems now
 
     def __enter__(self) -> Bundle:
         return self
@@ -167,14 +165,14 @@ class Bundle:
         try:
             self.close()
         except ConfigError:
-            if error is None:  # else ``error`` is the one to report
+            if error is None:  # report the original error
                 raise
 
     def close(self) -> None:
-        """Release the program; the store is closed when no other bundle uses it. A closed bundle cannot be used.
+        """Release the program, and the store if no other bundle uses it.
 
         Raises:
-            ConfigError: the trace cannot be written; or another call is going on.
+            ConfigError: the trace cannot be written, or another call is running.
         """
         if self._program is not None:
             with self._alone("close", None) as program:
@@ -183,23 +181,21 @@ class Bundle:
 
     @property
     def load_seconds(self) -> float:
-        """Time that loading methods took so far."""
+        """Total time to load methods."""
         return 0.0 if self._program is None else self._program.load_seconds
 
     @property
     def tokenizer(self) -> Any:
-        """The folder's, loaded when it is first needed. Raises ArtifactError: there is none, or it is damaged."""
+        """The tokenizer, loaded on first use. Raises ArtifactError: it is missing or damaged."""
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(self.folder)
         return self._tokenizer
 
     def __call__(self, *args: torch.Tensor | float) -> Any:
-        """Run a bundle of kind "module": outputs for these inputs, one tensor or a tuple.
-
-        Numbers of the example are inputs, too, and have to be the same.
+        """Run a bundle of kind "module"; returns one tensor or a tuple. Numbers have to equal those of the example.
 
         Raises:
-            ConfigError: the bundle is a decoder. ShapeError, DtypeError: the inputs are not as when it was exported.
+            ConfigError: the bundle is a decoder. ShapeError, DtypeError: the inputs differ from the exported ones.
         """
         with self._alone("bundle(...)", "module") as program:
             outputs = program.call("forward", *args)
@@ -218,24 +214,22 @@ class Bundle:
     ) -> Generated:
         """Continue a prompt.
 
-        Greedy answers (``temperature=0``, the default) are the same bits each time. Sequence i of a sampled answer has
-        its own generator, seeded ``seed + i``. The prompt is read once and its keys and values are copied to the other
-        sequences, which end at their own times.
+        Greedy answers (``temperature=0``, the default) are deterministic. Sampled sequence i has its own generator with
+        seed ``seed + i``. The prompt is read once; its KV cache is copied to the other sequences.
 
         Args:
             prompt: text, token ids, or messages of a chat (``{"role": ..., "content": ...}``) for the tokenizer's
                 template.
-            max_new_tokens: most tokens of each sequence (default: as many as fit).
+            max_new_tokens: per sequence (default: as many as fit).
             num_return_sequences: at most ``manifest.lanes``.
-            stream: called for every token, in order of sequences within a step. An error that it raises ends the
-                answer. It cannot call this bundle, whose KV cache is in use.
+            stream: called for every token. Its errors end the answer. It must not call this bundle.
             sampling: ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``repetition_penalty``, ``stop``: see
-                :class:`torch_pi2.export.text.SamplingSettings`; None: the model's generation_config.json decides.
+                :class:`torch_pi2.export.text.SamplingSettings`; None: from generation_config.json.
 
         Raises:
-            ConfigError: the bundle is no decoder, an argument is wrong, or another call is going on.
+            ConfigError: the bundle is no decoder, an argument is invalid, or another call is running.
             ShapeError: the prompt is too long.
-            ArtifactError: a tokenizer is needed and there is none, or the store cannot be read.
+            ArtifactError: there is no tokenizer, or the store cannot be read.
             NonFiniteError: logits are not finite.
         """
         how = SamplingSettings(**sampling)
@@ -260,8 +254,8 @@ class Bundle:
             batch = min(b for b in self.manifest.batches if b >= count)
             sizes = [f"prefill_{n}" for n in self.manifest.prefills]
             for name in (*sizes, f"decode_b{batch}", *(["fork"] if count > 1 else [])):
-                program.load(name)  # so that no answer waits for it later
-            steps: list[float] = []  # when each began
+                program.load(name)  # not during the answer
+            steps: list[float] = []  # start times
 
             def step(going: list[_Answering]) -> list[tuple[_Answering, torch.Tensor]]:
                 steps.append(time.perf_counter())
@@ -278,12 +272,12 @@ class Bundle:
 
     @torch.no_grad()
     def logits(self, ids: Sequence[int] | torch.Tensor, prompt: int = 1) -> torch.Tensor:
-        """Logits at every position from ``prompt - 1`` on, float32 ``[len(ids) - prompt + 1, V]``.
+        """Logits from position ``prompt - 1`` on, float32 ``[len(ids) - prompt + 1, V]``.
 
-        The first ``prompt`` tokens are read at once (``forward``), the others one by one (``decode``).
+        The first ``prompt`` tokens are read at once, the others one by one.
 
         Raises:
-            ConfigError: the bundle is no decoder, or another call is going on. ShapeError: too many tokens, or none.
+            ConfigError: the bundle is no decoder, or another call is running. ShapeError: too many tokens, or none.
         """
         with self._alone("logits", "decoder") as program:
             tokens, _ = self._encode(ids, 0)
@@ -295,12 +289,11 @@ class Bundle:
         return torch.stack(rows)
 
     def stats(self, *, reset: bool = False) -> dict[str, Any]:
-        """What was read from the store since the last reset, summed over bundles that have it open.
+        """Statistics of the store since the last reset, summed over bundles that have it open.
 
         Returns:
-            The fields of ``pi2_et_stats`` (``docs/BUNDLE.md``) of this store; ``hit_rate``: share of the
-            neurons wanted that was in the cache; ``wait_share``: share of the time in layers spent waiting for reads.
-            Both are None before anything was computed.
+            Fields of ``pi2_et_stats`` (``docs/BUNDLE.md``); ``hit_rate``: of needed neurons in the cache;
+            ``wait_share``: share of layers' time spent waiting for reads. Both are None before the first call.
         """
         path = self.store.resolve()
         stores = [one for one in backend.stats(reset=reset)["stores"] if Path(one["path"]).resolve() == path]
@@ -315,7 +308,8 @@ class Bundle:
 
     @contextmanager
     def _alone(self, what: str, kind: str | None) -> Iterator[Program]:
-        """The program, for one call at a time. Raises ConfigError: another one, a closed bundle, or of another kind."""
+        """The program, for one call. Raises ConfigError: another call is running, or the bundle is closed or of another
+        kind."""
 
         def refuse(expected: str, found: str, fix: str) -> ConfigError:
             return ConfigError(f"{what} of {self.folder}", expected=expected, found=found, fix=fix)
@@ -338,7 +332,7 @@ class Bundle:
         return self._tokenizer is not None or any((self.folder / name).is_file() for name in names)
 
     def _encode(self, prompt: Any, answer: int = 1) -> tuple[list[int], int]:
-        """Tokens of ``prompt``, and how many an answer may have. Raises ShapeError: not ``answer``."""
+        """Tokens of ``prompt``, and the room for an answer. Raises ShapeError: less than ``answer``."""
         ids = encode(prompt, lambda: self.tokenizer, self.manifest.model.vocab or 0)
         room: int = self.manifest.max_tokens - len(ids)
         if room < answer:
@@ -352,10 +346,10 @@ class Bundle:
         return ids, room
 
     def _read(self, program: Program, ids: list[int]) -> torch.Tensor:
-        """Read ``ids`` into the first lane; logits ``[V]`` after the last one."""
+        """Read ``ids`` into the first lane; returns logits ``[V]`` after the last one."""
         for name, start, count in self.manifest.pieces(len(ids)):
             piece, last = ids[start : start + count], []
-            if name != "forward":  # what padding writes is overwritten before it is read
+            if name != "forward":  # the cache of padding is overwritten before it is read
                 piece += piece[-1:] * (self.manifest.methods[name].max_tokens - count)
                 last = [torch.tensor([count - 1])]
             logits_11V = program.call(name, torch.tensor([piece]), torch.tensor([start]), *last)[0]
@@ -364,7 +358,7 @@ class Bundle:
 
 def _decode(program: Program, batch: int, lanes: Mapping[int, tuple[int, int]]) -> torch.Tensor:
     """Logits ``[N, V]`` after (token, position) of each lane."""
-    # Idle lanes get the token of a used one, which wants no other neurons. What they write is never read.
+    # idle lanes get the token of a used one, which needs no further neurons; their cache is never read
     idle = next(iter(lanes.values()))
     rows = [lanes.get(lane, idle) for lane in range(batch)]
     ids_N1, positions_N1 = torch.tensor(rows).split(1, dim=1)
@@ -374,10 +368,7 @@ def _decode(program: Program, batch: int, lanes: Mapping[int, tuple[int, int]]) 
 
 
 class _Answering(GeneratedSequence):
-    """An answer that is being generated in the lane of its number, with its text.
-
-    ``room``: tokens that fit; ``most``: that the caller wants at most.
-    """
+    """A sequence in progress in lane ``number``, with its text; ``room``: tokens that fit, ``most``: of the caller."""
 
     def __init__(
         self,
@@ -399,11 +390,9 @@ class _Answering(GeneratedSequence):
 
     @property
     def position(self) -> int:
-        """That of the last token."""
         return len(self.prompt) + len(self.tokens) - 1
 
     def choose(self, logits_V: torch.Tensor) -> int:
-        """The next token."""
         return self._sampling.choose(logits_V, self.prompt + self.tokens, self.random)
 
     def append(self, token: int) -> None:
@@ -419,7 +408,6 @@ class _Answering(GeneratedSequence):
             self._stream(self.number, token, piece)
 
     def result(self) -> Answer:
-        """Once it has ended."""
         return Answer(self.tokens, self.text, self.ended if self.ended in ("eos", "stop") else self._full)
 
 
@@ -436,7 +424,7 @@ def _finite(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _cache_kib(manifest: Manifest, folder: Path, budget: int) -> int:
-    """The neuron cache that ``budget`` leaves, in KiB. Raises ConfigError: none."""
+    """KiB of neuron cache within ``budget``. Raises ConfigError: none is left."""
     cache = budget - manifest.fixed_bytes
     if cache < 1024:
         raise ConfigError(
@@ -458,9 +446,9 @@ def _cache_kib(manifest: Manifest, folder: Path, budget: int) -> int:
 # --- the program ------------------------------------------------------------------------------------------------------
 
 
-#: Options are global to the library until a store is opened with them: one program at a time sets them and opens.
+#: Options are global until a store is opened: one program at a time sets them.
 _OPENING = threading.Lock()
-#: ExecuTorch's numbers of the dtypes that inputs have.
+#: ExecuTorch's codes of input dtypes.
 _DTYPES: Mapping[int, torch.dtype] = dict(
     enumerate(
         (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64)
@@ -469,14 +457,9 @@ _DTYPES: Mapping[int, torch.dtype] = dict(
 
 
 class Program:
-    """The program of the bundle in ``folder``. Methods are loaded when they are first called, the store with them.
+    """The program of the bundle in ``folder``; errors as in :class:`Bundle`.
 
-    Args:
-        options: for the delegate, see :func:`torch_pi2.export.executorch.set_options`; None: the default.
-
-    Raises:
-        ArtifactError: ExecuTorch does not load it. VersionError: it is of another ExecuTorch. LibraryMissingError:
-            ExecuTorch or our library is not installed.
+    ``options``: for the delegate, see :func:`torch_pi2.export.executorch.set_options`; None: the default.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, options: Mapping[str, str | int | bool | None]) -> None:
@@ -504,7 +487,6 @@ class Program:
             raise _refused(str(self.path), "a program of ExecuTorch", error) from error
 
     def load(self, name: str) -> Any:
-        """The method ``name``."""
         if name not in self._methods:
             started = time.perf_counter()
             with _OPENING:
@@ -522,7 +504,7 @@ class Program:
         return self._methods[name]
 
     def call(self, name: str, *args: torch.Tensor | float) -> Sequence[torch.Tensor]:
-        """Outputs of a method. Raises ShapeError, DtypeError: for wrong inputs; ArtifactError: it fails."""
+        """Outputs of a method. Raises ShapeError or DtypeError for wrong inputs, ArtifactError if it fails."""
         method = self.load(name)
         _check_inputs(f"{self.path.parent}, {name}", method.metadata, args)
         backend.clear_error()
@@ -533,7 +515,6 @@ class Program:
         return outputs
 
     def close(self) -> None:
-        """Release it. Raises ConfigError: the trace cannot be written."""
         with _OPENING:
             backend.clear_error()
             self._methods.clear()
@@ -544,7 +525,7 @@ class Program:
             raise backend.delegate_error(problem)
 
     def _failed(self, name: str, expected: str, error: RuntimeError) -> Pi2Error:
-        """What our delegate says of ``error``, or else what ExecuTorch does."""
+        """Our delegate's message for ``error``, else ExecuTorch's."""
         problem = backend.last_error()
         return backend.delegate_error(problem) if problem else _refused(f"{self.path}, {name}", expected, error)
 
@@ -559,7 +540,7 @@ def _refused(what: str, expected: str, error: RuntimeError) -> ArtifactError:
 
 
 def _check_inputs(where: str, metadata: Any, args: Sequence[torch.Tensor | float]) -> None:
-    """ExecuTorch's own message for wrong inputs is a number."""
+    """Name wrong inputs, for which ExecuTorch returns only a number."""
     if len(args) != metadata.num_inputs():
         raise ShapeError(
             where, expected=f"{metadata.num_inputs()} inputs", found=str(len(args)), fix="Pass what was exported."
@@ -567,7 +548,7 @@ def _check_inputs(where: str, metadata: Any, args: Sequence[torch.Tensor | float
     for i, given in enumerate(args):
         try:
             about = metadata.input_tensor_meta(i)
-        except IndexError:  # a number of the example, which ExecuTorch compares
+        except IndexError:  # a number, compared by ExecuTorch
             continue
         name = f"{where}, input {i}"
         if not isinstance(given, torch.Tensor):

@@ -1,4 +1,4 @@
-"""``ExportSettings``: the settings of :func:`torch_pi2.export`, checked before any work is done."""
+"""``ExportSettings``: the settings of :func:`torch_pi2.export`, validated before any work."""
 
 from __future__ import annotations
 
@@ -15,19 +15,15 @@ from torch_pi2.export.executorch import check_executorch
 from torch_pi2.export.manifest import BESIDE, MANIFEST_FILE, Manifest
 from torch_pi2.types.config import HOT_ATTENTION, KV_FORMATS, LINEARS
 
-#: Settings that only an NPU has.
+#: Settings for an NPU only.
 _OF_NPU = ("precision", "blocks", "quantization", "weight_sharing")
-#: Settings that only a decoder has.
+#: Settings for a decoder only.
 _OF_DECODER = ("max_tokens", "max_prompt", "batches", "kv")
 
 
 @dataclass(frozen=True)
 class ExportSettings:
-    """Keywords of :func:`torch_pi2.export`, which explains each.
-
-    Raises:
-        ConfigError: a setting is wrong, by itself or beside another.
-    """
+    """Keywords of :func:`torch_pi2.export`. Raises ConfigError: a setting or combination is invalid."""
 
     target: str = "xnnpack"
     max_tokens: int = limited(3, default=512)
@@ -54,7 +50,7 @@ class ExportSettings:
 
     @property
     def soc(self) -> str | None:
-        """The NPU's, such as SM8650; None without an NPU."""
+        """The SoC, such as SM8650; None without an NPU."""
         return self.target.partition(":")[2] or None
 
     @property
@@ -64,18 +60,17 @@ class ExportSettings:
 
     @property
     def forward_tokens(self) -> int:
-        """Tokens that one call of ``forward`` takes."""
+        """Most tokens per call of ``forward``."""
         return min(self.max_prompt, self.max_tokens - 1)
 
     @property
     def qnn(self) -> Any:
-        """The settings of the NPU's compiler."""
         assert self.soc is not None
         of_npu: dict[str, Any] = {name: getattr(self, name) for name in _OF_NPU}
         return qnn.Settings(self.soc, **of_npu)
 
     def changed(self, names: Sequence[str] = _OF_DECODER) -> list[str]:
-        """Those of ``names`` that are not at their defaults."""
+        """Those of ``names`` without their default values."""
         defaults = {field.name: field.default for field in fields(self)}
         return [name for name in names if getattr(self, name) != defaults[name]]
 
@@ -98,19 +93,19 @@ def _check(settings: ExportSettings) -> None:
 
 
 def check_installed(settings: ExportSettings) -> None:
-    """Raises what is missing on this machine for an export: ExecuTorch, or the NPU's compiler."""
+    """Raises if ExecuTorch or the NPU's compiler is missing."""
     check_executorch()
     if settings.soc is not None:
         qnn.check(settings.qnn.soc)
 
 
 def check_bundle_folder(folder: Path) -> None:
-    """Raises ArtifactError if ``folder`` holds anything but an earlier bundle: it is replaced as a whole."""
+    """Raises ArtifactError if ``folder``, which will be replaced, holds anything but an earlier bundle."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     ours = {MANIFEST_FILE}
     if (folder / MANIFEST_FILE).is_file():
-        with suppress(ArtifactError):  # somebody else's manifest.json
+        with suppress(ArtifactError):  # another program's manifest.json
             ours |= Manifest.load(folder, verify=False).files.keys()
     if not folder.is_dir() or ours == {MANIFEST_FILE} or {path.name for path in folder.iterdir()} - ours - {*BESIDE}:
         raise ArtifactError(

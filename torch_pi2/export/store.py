@@ -1,9 +1,8 @@
-"""The neuron store of a bundle: ``model.pi2`` with only the feed-forward layers, and their delegate blobs.
+"""The neuron store of a bundle, ``model.pi2``, and the delegate's blobs.
 
-A store as ``torch-pi2 pack`` writes it (docs/STORE.md), without the rest of the model, which is in ``model.pte``.
-Besides plan and biases it has each layer's predictor as it is computed with, ``KEY.predictor.*``: rows of cold neurons
-in plan order; of a mixture those of all experts, stacked, and their ``KEY.cuts`` and ``KEY.thresholds``. The delegate
-parses no JSON: a blob has the offsets of everything its layer needs.
+The format is that of ``torch-pi2 pack`` (docs/STORE.md), with feed-forward layers only. Besides plan and biases it has
+each layer's predictor, ``KEY.predictor.*``, with rows of cold neurons in plan order; of a mixture those of all experts,
+stacked, with ``KEY.cuts`` and ``KEY.thresholds``. The delegate parses no JSON: blobs have the offsets of all tensors.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ from torch_pi2.store.writer import StoreAssembly, StoreLayer
 from torch_pi2.types.plan import Plan
 
 MAGIC, BYTES = b"PI2BLOB\0", 512
-#: For a layer, for a mixture of experts, and for either with more: neurons of two formats, thresholds per neuron,
-#: numbers of the activation, biases of experts.
+#: Of a layer, of a mixture of experts, and of either with extensions: two formats, thresholds per neuron, parameters of
+#: the activation, or biases of experts.
 VERSIONS = (1, 2, 3)
-#: In the order of the blob; ``a`` of a sign-bit predictor is the signs. A mixture has those of all experts, stacked.
+#: In blob order; ``a`` of a sign-bit predictor has the signs. Those of experts are stacked.
 TENSORS = ("bias_gate", "bias_up", "bias_down", "a", "a_scale", "b", "b_scale", "b_bias")
 #: Predictor kind and format of its rows -> code.
 PREDICTORS = {
@@ -54,20 +53,18 @@ PREDICTORS = {
 _HEAD = struct.Struct("<8sIIIIQII32s")
 _LAYER = struct.Struct("<IIIIIIIIfIdII")
 _TENSOR = struct.Struct("<QQII")
-#: A mixture has, in float64, the predictors' thresholds or margins, and the gates' thresholds. A layer has only the
-#: latter, in float32, one for each neuron.
+#: Of a mixture in float64: thresholds or margins of predictors, and thresholds of gates; of a layer only the latter, in
+#: float32 per neuron.
 NUMBERS = ("cuts", "thresholds")
 _EXPERTS, _NAME_BYTES = 376, 128
-#: At the end of version 3: numbers of an activation (in, out, limit, plus, sigmas), and zeros.
+#: At the end of version 3: parameters of the activation (in, out, limit, plus, sigmas), and zeros.
 _SHAPING = struct.Struct("<5f12x")
-
-
-#: What a call is in profiles, by its role.
+#: Names of calls in profiles, by role.
 _EVENTS = ("pi2_ffn", "pi2_submit", "pi2_collect")
 
 
 def event_of(blob: bytes) -> str:
-    """The name of a call in profiles, as the delegate gives it: ``pi2_ffn.LAYER`` for instance, LAYER of the store."""
+    """The delegate's name of a call in profiles, such as ``pi2_ffn.LAYER``, with the layer's index in the store."""
     _, _, _, _, role, _, _, layer, _ = _HEAD.unpack_from(blob)
     (experts,) = struct.unpack_from("<I", blob, _EXPERTS)
     return f"{'pi2_experts' if experts else _EVENTS[role]}.{layer}"
@@ -75,12 +72,11 @@ def event_of(blob: bytes) -> str:
 
 @dataclass(frozen=True)
 class Blob:
-    """One delegate call. Fields as in the blob; ``tensors``: name -> (file offset, bytes, CRC32C).
+    """One delegate call. ``tensors``: name -> (file offset, bytes, CRC32C).
 
-    ``layer`` of a mixture is that of the first of its ``experts``, which follow each other. ``down``: the format of
-    down rows, where it is another than that of gate and up; else 0. ``shaping``: numbers of the activation, in, out,
-    limit, plus and sigmas; none if it has none. ``second``: the activation is that of the second matrix, which has
-    such numbers then.
+    ``layer`` of a mixture is the first of its ``experts``, which are consecutive. ``down``: format of down rows if it
+    differs from that of gate and up, else 0. ``shaping``: the activation's parameters (in, out, limit, plus, sigmas) or
+    empty. ``second``: they apply to the second matrix.
     """
 
     role: int
@@ -113,7 +109,6 @@ class Blob:
     second: bool = False
 
     def pack(self) -> bytes:
-        """Its ``BYTES`` bytes."""
         flags = self.activation_on_up | self.int8_activations << 1 | self.predictor_int8_activations << 2
         flags |= bool(self.shaping) << 3 | self.second << 4
         numbers = (self.hidden, self.neurons, self.rows, self.weights, self.activation, flags, self.n_hot, self.first)
@@ -144,14 +139,14 @@ class Blob:
 
 @dataclass(frozen=True)
 class StoreFacts:
-    """What blobs say of a store that has been written.
+    """Facts about a written store, for blobs and the manifest.
 
     Attributes:
-        name: the file's. file_bytes: its size. header_crc: CRC32C of the safetensors length and header.
-        model_hash: 32 bytes. places: per call, tensor of the blob -> (file offset, bytes, CRC32C). first: per call,
-            its layer of the store; of a mixture that of the first expert.
-        ffn_bytes: of all layers, without the padding of slots. neuron_bytes: of one neuron of each layer, with it.
-        predictor_bytes: of what is in memory beside them.
+        name, file_bytes: of the file. header_crc: CRC32C of the safetensors length and header.
+        model_hash: 32 bytes. places: per call, tensor -> (file offset, bytes, CRC32C). first: per call, its layer in
+            the store; of a mixture that of the first expert.
+        ffn_bytes: of all neurons, without padding of slots. neuron_bytes: of a neuron of each layer, with padding.
+        predictor_bytes: of tensors that stay in memory.
     """
 
     name: str
@@ -165,22 +160,21 @@ class StoreFacts:
     predictor_bytes: int
 
 
-#: For a model without neurons, which has no such file.
+#: For a model without neurons.
 NO_STORE = StoreFacts("", 0, 0, b"", (), (), 0, (), 0)
 
 
 def kind_of(ffn: SparseLayer) -> str:
-    """The format, or the two formats, of its neurons."""
     return format_name(ffn.weights, ffn.neuron_rows.dtype)
 
 
 def kinds_of(homes: Sequence[SparseLayer]) -> str:
-    """Their formats, for people; ``none`` if there are no layers."""
+    """Formats of neurons, for people; ``none`` if there are no layers."""
     return ", ".join(dict.fromkeys(map(kind_of, homes))) or "none"
 
 
 def write_store(path: Path, homes: Sequence[SparseLayer], plan: Plan, *, progress: bool = False) -> StoreFacts:
-    """Write the store of ``homes``, whose neurons are in memory or in stores, a few MB at a time.
+    """Write the store of ``homes``, in memory or over stores, a few MB at a time.
 
     Raises:
         ArtifactError: the file cannot be written, or a neuron cannot be read.
@@ -188,7 +182,7 @@ def write_store(path: Path, homes: Sequence[SparseLayer], plan: Plan, *, progres
     of_home = [layers_of(home) for home in homes]
     layers = [ffn for some in of_home for ffn in some]
     kinds = {ffn.site.key: kind_of(ffn) for ffn in layers}
-    kind = formats_of(next(iter(kinds.values())))[1]  # that of layers that name no other
+    kind = formats_of(next(iter(kinds.values())))[1]  # the default of layers
     small = [_small_tensors(home) for home in homes]
     text = torch.frombuffer(bytearray(plan.to_json().encode()), dtype=torch.uint8)
     parts = {"pi2.plan": text} | {f"pi2.plan.{name}": order for name, order in plan.orders.items()}
@@ -271,7 +265,7 @@ def blob_of(
 
 
 def _settings(home: SparseLayer) -> dict[str, Any]:
-    """What only a layer has in its blob, or only a mixture."""
+    """Blob fields that differ between layers and mixtures."""
     if isinstance(home, SparseExperts):
         return {"n_hot": 0, "threshold": 0.0, "cut": 0.0, "dense_from": 0, "experts": len(home.sites)}
     predicted = home.has_predictor
@@ -284,12 +278,12 @@ def _settings(home: SparseLayer) -> dict[str, Any]:
 
 
 def _name(key: str, role: str) -> str:
-    """Tensor of the file that is ``role`` of a blob."""
+    """The file's name of the tensor ``role`` of a blob."""
     return f"{key}.{role}" if role.startswith("bias_") or role in NUMBERS else f"{key}.predictor.{role}"
 
 
 def _small_tensors(home: SparseLayer) -> dict[str, torch.Tensor]:
-    """Biases and predictors by their names in a blob."""
+    """Biases and predictors by blob name."""
     if isinstance(home, SparseExperts):
         predictor = tensors_among(home._buffers)
         found = dict(zip(TENSORS[:3], home.biases())) | {
@@ -305,7 +299,7 @@ def _small_tensors(home: SparseLayer) -> dict[str, torch.Tensor]:
 
 
 class _InMemory:
-    """Tensors that are copied into a store."""
+    """Tensors to copy into a store."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
@@ -315,7 +309,7 @@ class _InMemory:
 
 
 def _reader(ffn: SparseFFN, opened: Callable[[Path], StoreReader]) -> Callable[[int, int], torch.Tensor]:
-    """What reads its neurons, from memory or from the store ``opened``."""
+    """Reads neurons from memory, or from the store by ``opened``."""
     if not isinstance(ffn, OffloadedFFN):
         return lambda first, last: ffn.neuron_rows[first:last]
     reader, index = opened(ffn.store.path), ffn.store_layer

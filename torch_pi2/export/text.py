@@ -1,4 +1,4 @@
-"""Between text and tokens: prompts and chats to tokens, the choice of the next token, tokens to text as they come."""
+"""Chat templates, tokenisation of prompts, and sampling of the next token."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ VERSION = 3  # in 2 there were no earlier answers
 
 _log = logging.getLogger("torch_pi2")
 
-#: Bounds of a template: lines that it runs, and characters that it writes.
+#: Limits of a template: lines executed, and characters written.
 MOST_STEPS = 1_000_000
 MOST_TEXT = 1 << 24
 
-#: White space around a marked message, some of it not ASCII.
+#: White space around a marked message, some of it outside ASCII.
 _START, _END = "\u3000\x1c \n", "\n \x1f\u00a0"
-#: Messages that are rendered to confirm a description, besides those made of the template's own constants.
+#: Messages that verify a description, besides those made from the template's constants.
 _MESSAGES = (
     *("", " ", "\n", "\u3000", "\x1f", "a", "A", "7", " a", "a ", "a  b", "a\n\n\nb", "a\r\nb", "a\tb", "\n\na\n\n"),
     *("<a> & \"b\" 'c'", "a\\nb", "**a** _b_", "# a\n- b\n```\nc\n```", "{{ a }}", "{% a %}", "{# a #}", "{a} %s"),
@@ -42,24 +42,23 @@ _MESSAGES = (
     *("<|im_start|>a<|im_end|>", "[INST] a [/INST]", "<<SYS>>a<</SYS>>", "<s>a</s>", "<start_of_turn>user", "<image>"),
     *("user: a\nassistant:", "long text " * 2000, "x" * 20000, "https://a.b/c?d=e&f"),
 )
-#: Roles of the chats that are described: a question, what may precede it, and an earlier answer with its next question.
+#: Roles of described chats: a question, its system message, and an answer with the next question.
 _USER, _SYSTEM, _TURN = ("user",), ("system",), ("assistant", "user")
 
-#: Texts around the messages of a chat, and which messages are stripped.
+#: Texts around messages, and which messages are stripped.
 _Description = tuple[list[str], list[bool]]
 
 
 def describe_template(tokenizer: Any) -> dict[str, Any] | None:
-    """What the template writes before, between and behind messages, up to the answer.
+    """The text that the template writes around messages, up to the answer.
 
-    The template is rendered now: a date that it writes is that of the export.
+    It is rendered now: a date in it is that of the export.
 
     Returns:
-        ``user``: two texts around a question. ``system_user``: three around a system message and a question; None if
-        the template takes no system message, or does more with it. ``assistant``: two around an earlier answer and
-        before its next question; None if the template does more with answers. ``strips``: for each role whether white
-        space at both ends of its messages (that of :meth:`str.strip`) is removed. None if there is no template, or if
-        it does more with questions.
+        ``user``: two texts around a question. ``system_user``: three around a system message and a question, or None.
+        ``assistant``: two, before an earlier answer and before the next question, or None. ``strips``: role -> whether
+        :meth:`str.strip` applies to its messages. None without a template. Parts are None, too, if the template rejects
+        the role or does more with messages than strip them; without ``user`` the result is None.
     """
     if getattr(tokenizer, "chat_template", None) is None:
         return None
@@ -84,7 +83,7 @@ def describe_template(tokenizer: Any) -> dict[str, Any] | None:
 
 
 def _of_constants(template: str) -> Iterator[str]:
-    """Messages that a template may treat specially: with the texts that it mentions, and longer than its numbers."""
+    """Messages that a template may treat specially: with its strings, and longer than its numbers."""
     from jinja2 import Environment, TemplateError
 
     try:
@@ -99,7 +98,7 @@ def _of_constants(template: str) -> Iterator[str]:
 
 
 def _described(tokenizer: Any, roles: Sequence[str], probes: Sequence[str]) -> _Description | None:
-    """The texts around messages of ``roles``; None: the template does more with a message than strip it."""
+    """The texts around messages of ``roles``; None: the template does more with messages than strip them."""
     found = _split(tokenizer, roles)
     if found is None:
         return None
@@ -115,7 +114,7 @@ def _described(tokenizer: Any, roles: Sequence[str], probes: Sequence[str]) -> _
 
 
 def _split(tokenizer: Any, roles: Sequence[str]) -> _Description | None:
-    """What :func:`_described` returns, found with marked messages alone."""
+    """A candidate for :func:`_described`, from marked messages."""
     contents = [f"{_START}Mark7 {role} é日<b>{_END}" for role in roles]
     text = _rendered(tokenizer, roles, contents)
     texts: list[str] = []
@@ -132,7 +131,7 @@ def _split(tokenizer: Any, roles: Sequence[str]) -> _Description | None:
 
 
 def _rendered(tokenizer: Any, roles: Sequence[str], contents: Sequence[str]) -> str | None:
-    """None: the template raises, which is how templates refuse roles."""
+    """The rendered chat; None: the template raises, as for unsupported roles."""
     messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
     try:
         return _text_of(tokenizer, messages)
@@ -143,15 +142,14 @@ def _rendered(tokenizer: Any, roles: Sequence[str], contents: Sequence[str]) -> 
 
 
 def _text_of(tokenizer: Any, messages: Any) -> str:
-    """Renders messages. Raises ConfigError: more than ``MOST_STEPS`` lines or ``MOST_TEXT`` characters: Jinja's sandbox
-    bounds one ``range``, but not nested loops."""
+    """The rendered chat. Raises ConfigError: it exceeds a limit."""
     with _bounded():
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
 
 
 @contextmanager
 def _bounded() -> Iterator[None]:
-    """Bounds templates that are rendered in the block."""
+    """Limits templates rendered in the block: Jinja's sandbox bounds a ``range``, but not nested loops."""
     steps = text = 0
 
     def count(frame: FrameType, event: str, value: Any) -> Any:
@@ -176,7 +174,7 @@ def _bounded() -> Iterator[None]:
 
 
 def _repeats(tokenizer: Any, user: _Description, both: _Description | None, turns: _Description) -> bool:
-    """Whether every answer with its next question is written as the first one in ``turns``, whatever came before."""
+    """Whether every answer with its next question is written like the first one in ``turns``, in any context."""
     between, strips = turns[0][1:3], turns[1][1:]
     for before, start in ((_USER, user), (_SYSTEM + _USER, both)):
         for count in (1, 2):
@@ -189,8 +187,7 @@ def _repeats(tokenizer: Any, user: _Description, both: _Description | None, turn
 
 
 def write_chat(tokenizer: Any, folder: Path) -> bool:
-    """Write ``folder``/chat.json; False, and no file, if there is no template that :func:`describe_template` can
-    describe."""
+    """Write ``folder``/chat.json; False and no file if :func:`describe_template` returns None."""
     description = describe_template(tokenizer)
     if description is None:
         if getattr(tokenizer, "chat_template", None) is not None:
@@ -205,10 +202,10 @@ def write_chat(tokenizer: Any, folder: Path) -> bool:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a bundle, with transformers; no code of the folder is run.
+    """The tokenizer of a bundle, without running code from the folder.
 
     Raises:
-        LibraryMissingError: transformers is not installed. ArtifactError: there is no tokenizer, or it is damaged.
+        LibraryMissingError: transformers is not installed. ArtifactError: the tokenizer is missing or damaged.
     """
     try:
         from transformers import AutoTokenizer
@@ -221,7 +218,7 @@ def load_tokenizer(folder: Path) -> Any:
             fix=f"{how_to_install('hf')}, or pass token ids.",
         ) from error
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # it warns of unknown model types, which do not matter for tokenizers
+    logging.set_verbosity_error()  # irrelevant warnings about unknown model types
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise many types for damaged files
@@ -238,10 +235,10 @@ def load_tokenizer(folder: Path) -> Any:
 def encode(
     prompt: str | Sequence[int] | Sequence[Mapping[str, Any]] | torch.Tensor, tokenizer: Callable[[], Any], vocab: int
 ) -> list[int]:
-    """Token ids of text, of messages of a chat, or of ids themselves (``[T]`` or ``[1, T]``).
+    """Token ids of text, of a chat, or of ids (``[T]`` or ``[1, T]``).
 
     Raises:
-        ConfigError: there are no tokens, one is not below ``vocab``, or the tokenizer has no chat template.
+        ConfigError: there are no tokens, one is not below ``vocab``, or there is no chat template.
     """
     if isinstance(prompt, str):
         ids = list(tokenizer()(prompt)["input_ids"])
@@ -265,7 +262,7 @@ def encode(
 
 
 def chat_text(tokenizer: Any, messages: Any) -> str:
-    """The text of ``messages`` by the tokenizer's template, up to where the answer begins. Raises ConfigError."""
+    """``messages`` in the tokenizer's chat template, up to the answer. Raises ConfigError."""
     if getattr(tokenizer, "chat_template", None) is None:
         raise ConfigError(
             "chat",
@@ -277,7 +274,7 @@ def chat_text(tokenizer: Any, messages: Any) -> str:
         return _text_of(tokenizer, messages)
     except ConfigError:
         raise
-    except Exception as error:  # a template raises what it likes: it is a program
+    except Exception as error:  # templates raise any type
         raise ConfigError(
             "chat",
             expected="messages that the tokenizer's template takes: a role and a content each",
@@ -286,11 +283,11 @@ def chat_text(tokenizer: Any, messages: Any) -> str:
         ) from error
 
 
-# --- how the next token is chosen -------------------------------------------------------------------------------------
+# --- sampling ---------------------------------------------------------------------------------------------------------
 
 
 GENERATION_FILE = "generation_config.json"
-#: Field -> its name in that file. Not the temperature: answers are greedy unless a caller asks for one.
+#: Field -> its name in that file. Without temperature: answers are greedy by default.
 _NAMES = {
     "top_k": "top_k",
     "top_p": "top_p",
@@ -316,12 +313,12 @@ class SamplingSettings:
     """The settings of ``export/runner/sampler.h``. None: the model's default, or no effect.
 
     Args:
-        temperature: 0 is greedy, where only the penalty counts.
-        top_k, top_p, min_p: draw from the so many most probable tokens (0: all), from those that together have this
-            probability, from those that have this share of the most probable one's.
-        repetition_penalty: divides positive logits of earlier tokens, and multiplies negative ones (Keskar et al.,
+        temperature: 0: greedy, with only the repetition penalty.
+        top_k, top_p, min_p: sample from the k most probable tokens (0: all), from the smallest set with this total
+            probability, from tokens with at least this share of the highest probability.
+        repetition_penalty: divides positive logits of earlier tokens and multiplies negative ones (Keskar et al.,
             arXiv 1909.05858, section 4.1, as in transformers).
-        stop: the string, or strings, before which an answer ends.
+        stop: string or strings before which an answer ends.
 
     Raises:
         ConfigError: a value is out of range.
@@ -342,12 +339,12 @@ class SamplingSettings:
             argument(self.stop, "stop").wrong("a list of texts, none of them empty")
 
     def with_defaults(self, other: SamplingSettings) -> SamplingSettings:
-        """Settings that are None are those of ``other``."""
+        """Fill settings that are None from ``other``."""
         unset = {f.name: getattr(other, f.name) for f in fields(self) if getattr(self, f.name) is None}
         return replace(self, **unset)
 
     def choose(self, logits_V: torch.Tensor, before: Sequence[int], random: torch.Generator) -> int:
-        """The next token after ``before``: the most probable one (the first of equals), or drawn."""
+        """The next token after ``before``: sampled, or the most probable one (ties: the first)."""
         if self.repetition_penalty is not None and self.repetition_penalty != 1:
             logits_V = _penalised(logits_V, before, self.repetition_penalty)
         if self.temperature == 0:
@@ -373,7 +370,7 @@ def _penalised(logits_V: torch.Tensor, before: Sequence[int], penalty: float) ->
 
 
 def defaults_of(folder: Path) -> SamplingSettings:
-    """The settings in a bundle's generation_config.json. Raises ArtifactError: one is out of range."""
+    """Settings of a bundle's generation_config.json. Raises ArtifactError: one is out of range."""
     path = folder / GENERATION_FILE
     if not path.is_file():
         return SamplingSettings()

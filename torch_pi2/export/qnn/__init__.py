@@ -4,8 +4,8 @@
     qnn.check(settings.soc)                              # before any work: SoC, versions, libraries; no network
     lowered = qnn.lower_hot(hot, samples, graphs, settings)
 
-Qualcomm's libraries are proprietary (Qualcomm AI Stack License) and not part of torch_pi2: docs/QNN.md says how to get
-them. They are only ever loaded in a process of their own (:mod:`torch_pi2.export.qnn.compile`).
+Qualcomm's libraries are proprietary (Qualcomm AI Stack License) and not part of torch_pi2; docs/QNN.md explains how to
+get them. They compile in a separate process (:mod:`torch_pi2.export.qnn.compile`).
 """
 
 from torch_pi2.export.qnn.lower import Lowered, check, lower_hot, lower_parts, problems

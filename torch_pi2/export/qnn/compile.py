@@ -1,12 +1,11 @@
-"""The process that compiles: ``python -m torch_pi2.export.qnn.compile FOLDER``; started by :mod:`.lower` alone.
+"""The compiler process ``python -m torch_pi2.export.qnn.compile FOLDER``, started by :mod:`.lower`.
 
-Qualcomm's libraries live only in here: they print without end, must be loaded after torch, and may crash.
+Qualcomm's libraries run in it because they print a lot, must be loaded after torch, and may crash.
 
-FOLDER holds ``job.json`` (:func:`torch_pi2.export.qnn.lower.compile_parts`). The folder around it has each part,
+FOLDER has ``job.json`` (:func:`torch_pi2.export.qnn.lower.compile_parts`). Its parent has each part,
 ``NAME.float.pt2``, with calibration inputs, ``NAME.pt``, and gets the quantised program ``NAME.pt2``, the context
-binary ``NAME.context``, the compile specification ``NAME.spec`` and, last, ``NAME.json``. When all is done FOLDER has
-``done.json``; if something is wrong ``error.json``, and this exits with 1. Standard output and standard error are the
-file ``log``.
+binary ``NAME.context``, the compile specification ``NAME.spec`` and, last, ``NAME.json``. At the end FOLDER has
+``done.json``, or ``error.json`` and exit code 1. Output goes to the file ``log``.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _ERROR = re.compile(rb"^.*(?:<E>|\[ERROR\]).*$", re.MULTILINE)
 
 
 class _Log:
-    """What was printed since :meth:`mark`."""
+    """Output since :meth:`mark`."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.start = path, 0
@@ -99,7 +98,7 @@ def _build() -> str:
 
 
 def _probe(settings: Settings, build: str, log: _Log) -> None:
-    """One tiny layer: says whether ExecuTorch's adaptor and these libraries speak the same binary interface."""
+    """Compile a tiny layer, to check that ExecuTorch's adaptor and the libraries have the same ABI."""
     log.mark()
     linear = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()).eval()
     program = torch.export.export(linear, (torch.zeros(1, 64),))
@@ -122,7 +121,7 @@ def _compile(
     *,
     convolutions: bool,
 ) -> tuple[bytes, bytes, dict[str, dict[str, Any]]]:
-    """Context binary, compile specification and what is known of each graph."""
+    """Context binary, compile specification, and facts of each graph."""
     log.mark()
     what, fix = title(name), how_to_avoid(name)
     try:
@@ -153,9 +152,9 @@ def _compile(
 def _lower(
     programs: dict[str, torch.export.ExportedProgram], settings: Settings, *, convolutions: bool = False
 ) -> tuple[dict[str, tuple[bytes, dict[str, list[int]]]], bytes]:
-    """ExecuTorch's lowering to the HTP: what :func:`_only_delegate` gives of each program, and the specification.
+    """ExecuTorch's lowering to the HTP: :func:`_only_delegate` of each program, and the compile specification.
 
-    ``convolutions``: linear layers as 1 x 1 convolutions, for which alone the compiler takes scales of groups.
+    ``convolutions``: linear layers become 1 x 1 convolutions, which the compiler requires for group scales.
     """
     from executorch.backends.qualcomm.serialization.qc_schema import QcomChipset
     from executorch.backends.qualcomm.utils.utils import (
@@ -182,10 +181,8 @@ def _lower(
 def _only_delegate(
     name: str, program: torch.export.ExportedProgram, settings: Settings
 ) -> tuple[bytes, dict[str, list[int]]]:
-    """The delegate of the whole lowered program: its context binary (the same one for all graphs); and, if there are
-    several, which inputs of the program the arguments of its call are, and which of its results the outputs.
-
-    Raises CompileError: there are operators that the NPU lacks.
+    """The context binary of a program that is one delegate (the same for all graphs); for several inputs also the order
+    of arguments and results of the call. Raises CompileError: the NPU lacks operators.
     """
     graph = program.graph_module
     nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
@@ -207,7 +204,7 @@ def _only_delegate(
 
 
 def _reason(error: Exception, log: _Log) -> str:
-    """What ``error`` says, and the last things that the libraries printed as errors."""
+    """The message of ``error``, and the last errors that the libraries printed."""
     lines = [line.decode(errors="replace").strip() for line in _ERROR.findall(log.read())]
     text = str(error).strip().splitlines() or [type(error).__name__]
     return "; ".join([text[0][:400], *(line[:200] for line in lines[-3:])])

@@ -1,10 +1,8 @@
-"""From the hot parts of a model to modules that stand for compiled graphs.
+"""Compile hot parts of a model into modules that call the compiled graphs.
 
-Each layer's hot part is compiled on its own, before the model is exported: no other partitioner can take a piece of it
-or join it with its neighbours, ExecuTorch's passes for Qualcomm (which rewrite a whole program) see nothing else, and
-only one layer at a time is in the compiler's memory.
-
-The compiler uses one core. Layers are distributed over as many processes as cores and memory allow.
+Each layer's hot part is compiled separately, before the model is exported. Other partitioners cannot split or merge it,
+ExecuTorch's passes for Qualcomm, which rewrite whole programs, see nothing else, and the compiler holds one layer at a
+time. The compiler is single-threaded; as many processes run as cores and memory allow.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from torch_pi2.export.qnn.settings import Graph, Settings, how_to_avoid, title
 from torch_pi2.machine.process import cores, free_bytes
 
 _MODULE = "torch_pi2.export.qnn.compile"
-#: Memory of a process that compiles: in any case, and in sizes of its part in float32.
+#: Memory of a compiler process: fixed, and in sizes of its part in float32.
 _PROCESS, _TIMES = 1 << 30, 6
 
 
@@ -46,11 +44,11 @@ class Lowered:
     """Compiled parts of a decoder.
 
     Attributes:
-        modules: graph -> name -> module. ``torch.export`` keeps it as a call of ExecuTorch's QNN delegate; in PyTorch
-            it computes in the precision that was compiled.
-        quantized: name -> what was compiled, in PyTorch.
-        report: name -> bytes, groups of weights, quantisation error, and for each graph the shapes of its inputs, and
-            DDR bytes per call as the compiler states them. about: versions.
+        modules: graph -> name -> module: a call of ExecuTorch's QNN delegate for ``torch.export``; in PyTorch it
+            computes in the compiled precision.
+        quantized: name -> the compiled part in PyTorch.
+        report: name -> bytes, groups of weights, quantisation error, and by graph input shapes and the compiler's DDR
+            bytes per call. about: versions.
     """
 
     modules: dict[str, dict[str, nn.Module]]
@@ -60,7 +58,7 @@ class Lowered:
 
 
 class CompiledHot(nn.Module):
-    """One graph of one layer's context binary: ``[..., H] -> [..., H]``, as many tokens as it was compiled for."""
+    """One graph of a layer's context binary: ``[..., H] -> [..., H]`` for its fixed number of tokens."""
 
     def __init__(self, part: nn.Module) -> None:
         super().__init__()
@@ -72,7 +70,7 @@ class CompiledHot(nn.Module):
 
 
 class CompiledPart(nn.Module):
-    """One graph of a part's context binary, with the inputs and outputs of the part."""
+    """One graph of a part's context binary, with the part's order of inputs and outputs."""
 
     def __init__(self, delegate: nn.Module, arguments: Sequence[int], results: Sequence[int]) -> None:
         super().__init__()
@@ -94,19 +92,19 @@ def lower_hot(
 ) -> Lowered:
     """Quantise and compile the hot part of each layer, ``layer0`` and so on.
 
-    ``modules`` take x ``[*shape, H]`` and give the same shape, ``quantized`` x ``[T, H]`` of any T and give a tuple of
-    the sums of the first 1, 2, ... chunks.
+    ``modules`` map x ``[*shape, H]`` to the same shape; ``quantized`` map x ``[T, H]`` to a tuple of the sums of the
+    first 1, 2, ... chunks.
 
     Args:
-        hot: the hot part of each layer, float32, consumed one at a time.
-        samples: calibration inputs of each layer ``[..., H]`` (with fp16 they may be None).
-        graphs: by the name of the method that they are for; ExecuTorch finds a graph by its method's name.
-        progress: show how many layers are compiled.
+        hot: of each layer, float32, consumed one at a time.
+        samples: calibration inputs of each layer ``[..., H]``; None with fp16.
+        graphs: by method; ExecuTorch finds a graph by its method's name.
+        progress: show a bar.
 
     Raises:
-        ConfigError: unsupported SoC. LibraryMissingError, VersionError: as :func:`check`.
-        NonFiniteError: as :func:`~torch_pi2.export.qnn.quantize.hot_part`.
-        CompileError: the compiler refused a layer, crashed, or took too long.
+        ConfigError: unsupported SoC. LibraryMissingError, VersionError: see :func:`check`.
+        NonFiniteError: see :func:`~torch_pi2.export.qnn.quantize.hot_part`.
+        CompileError: the compiler refused a layer, crashed, or timed out.
     """
 
     def parts() -> Iterator[tuple[str, torch.export.ExportedProgram, PartInputs]]:
@@ -128,10 +126,7 @@ def lower_parts(
     *,
     progress: bool = False,
 ) -> Lowered:
-    """Quantise and compile parts of a decoder, consumed one at a time, each with its name and its inputs.
-
-    Raises: as :func:`lower_hot`, but for what is of feed-forward layers.
-    """
+    """Quantise and compile (name, program, inputs) of parts, consumed one at a time; raises as :func:`lower_hot`."""
     if found := problems(settings.soc):
         raise found[0]
     libraries, given, most = sdk.find(), dict[str, PartInputs](), 0
@@ -158,7 +153,6 @@ def lower_parts(
 
 
 def _delegate(program: torch.export.ExportedProgram, compiled: Compiled) -> nn.Module:
-    """ExecuTorch's module of a graph, which is found by the name of the method that calls it."""
     from executorch.backends.qualcomm.utils.constants import QCOM_QNN_COMPILE_SPEC
     from executorch.exir.backend.compile_spec_schema import CompileSpec
     from executorch.exir.lowered_backend_module import LoweredBackendModule
@@ -169,12 +163,12 @@ def _delegate(program: torch.export.ExportedProgram, compiled: Compiled) -> nn.M
     return delegate  # type: ignore[no-any-return]
 
 
-# --- processes that compile -------------------------------------------------------------------------------------------
+# --- compiler processes -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """One part: the quantised program, its context binary, the specification that goes with it, and a report."""
+    """A part: the quantised program, its context binary and compile specification, and a report."""
 
     program: torch.export.ExportedProgram
     context: bytes
@@ -183,7 +177,7 @@ class Compiled:
 
 
 def _read(folder: Path, name: str) -> Compiled:
-    import torchao.quantization.pt2e  # noqa: F401  the program's quantisation operators
+    import torchao.quantization.pt2e  # noqa: F401  quantisation operators
 
     program = torch.export.load(folder / f"{name}.pt2")
     context, spec = ((folder / f"{name}.{kind}").read_bytes() for kind in ("context", "spec"))
@@ -199,11 +193,11 @@ def compile_parts(
     *,
     progress: bool = False,
 ) -> str:
-    """Compile the ``parts`` that are in ``folder``, the largest of ``part_bytes``, in processes. Returns QNN's build.
+    """Compile the ``parts`` in ``folder``, the largest of ``part_bytes``, in processes. Returns QNN's build.
 
     Raises:
-        VersionError: libraries and ExecuTorch do not fit together. CompileError: a part was refused, took more than
-            ``settings.timeout_s``, or crashed its process. The other processes are ended then.
+        VersionError: libraries and ExecuTorch are incompatible. CompileError: a part was refused, took longer than
+            ``settings.timeout_s``, or crashed; the other processes are killed.
     """
     count = workers(len(parts), part_bytes)
     environment = sdk.environment(libraries, folder / "sdk")
@@ -215,7 +209,7 @@ def compile_parts(
             for i in range(count):
                 own = {name: parts[name] for name in [*parts][i::count]}
                 running.append(_Process(folder / f"process{i}", own, settings, job, environment))
-            while sum([process.is_running() for process in running]):  # asks every process
+            while sum([process.is_running() for process in running]):  # polls every process
                 shown.update(sum(process.finished() for process in running) - shown.n)
                 time.sleep(0.1)
             shown.update(len(parts) - shown.n)
@@ -226,7 +220,7 @@ def compile_parts(
 
 
 class _Process:
-    """A process that compiles some parts, one after another; its own ``folder`` is in that of the parts."""
+    """A process that compiles parts in turn; its ``folder`` is inside that of the parts."""
 
     def __init__(
         self,
@@ -251,7 +245,7 @@ class _Process:
             )
 
     def is_running(self) -> bool:
-        """Whether it is still at work. Raises what went wrong."""
+        """Raises the process's error."""
         code, finished, timeout = self.process.poll(), self.finished(), self.settings.timeout_s
         if code is None:
             if finished > self.done:
@@ -270,7 +264,6 @@ class _Process:
         return False
 
     def end(self) -> None:
-        """Kill it if it is not done."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
@@ -290,7 +283,7 @@ class _Process:
 
 
 def workers(parts: int, part_bytes: int) -> int:
-    """Processes that compile at a time: one a core, as many as find :data:`_PROCESS` and :data:`_TIMES` their part."""
+    """Number of processes, limited by cores and memory."""
     free = free_bytes()
     fit = parts if free is None else free // (_PROCESS + _TIMES * part_bytes)
     return max(1, min(parts, cores(), fit))
@@ -298,7 +291,7 @@ def workers(parts: int, part_bytes: int) -> int:
 
 @functools.cache
 def check(soc: str) -> None:
-    """Everything that can be known before any work: SoC, host, versions, libraries, and one small layer compiled.
+    """Check SoC, host, versions and libraries, and compile a small layer.
 
     Raises:
         ConfigError: unsupported SoC. LibraryMissingError: no libraries; the message names their licence.
@@ -308,11 +301,9 @@ def check(soc: str) -> None:
 
 
 def problems(soc: str, *, compile: bool = False) -> list[Pi2Error]:
-    """All problems that prevent compiling for ``soc``; each says how to solve it.
+    """All problems that prevent compiling for ``soc``, such as ``SM8650``.
 
-    Args:
-        soc: a part number, for instance ``SM8650``.
-        compile: also load the libraries and compile one small layer, in a process of its own (some 10 seconds).
+    ``compile``: also compile a small layer in a process (about 10 seconds).
     """
     found: list[Pi2Error] = []
     for step in (lambda: sdk.check_soc(soc), sdk.check_host, check_executorch, sdk.find):

@@ -1,9 +1,8 @@
-"""What the NPU computes, in its precision, as programs that also run in PyTorch: hot neurons, and other parts.
+"""Parts for the NPU, quantised, as programs that also run in PyTorch: hot neurons and attention.
 
-A part is a program with open sizes (:func:`open_program`). It is quantised once, and becomes static for each graph,
-with the same weights and scales in all, so that the compiler keeps one copy of them. All chunks of a layer's hot
-neurons are one part, whose outputs are the sums of the first 1, 2, ... chunks; the graph for k chunks has the k-th
-output alone.
+A part is a program with dynamic sizes (:func:`open_program`). It is quantised once and specialised for each graph, with
+the same weights and scales, of which the compiler keeps one copy. The hot neurons of a layer are one part whose outputs
+are the sums of the first 1, 2, ... chunks; the graph for k chunks has only the k-th output.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from torch_pi2.export.hot import HotChunks
 from torch_pi2.export.qnn.settings import BLOCK, Settings
 from torch_pi2.export.qnn.weights import MOST, Scales, block_scales, calibrate
 
-#: Inputs that are computed at once: their intermediate values are kept.
+#: Rows computed at once, to limit memory.
 _ROWS = 256
-#: One in so many calibration inputs is not used by GPTQ; errors are measured on it.
+#: One in this many calibration inputs is held out from GPTQ, to measure errors.
 _HELD = 4
 
 Inputs = tuple[torch.Tensor, ...]
@@ -32,13 +31,12 @@ Shapes = Sequence[tuple[tuple[int, ...], torch.dtype]]
 
 @dataclass(frozen=True)
 class PartInputs:
-    """Inputs of a part, and how it is quantised.
+    """Inputs of a part, and its quantisation.
 
     Attributes:
-        samples: calibration inputs; empty: it is not quantised (fp16). graphs: shapes in each graph. open: the
-            dimensions of each input that differ between calls. precision: of its weights, as in :class:`Settings`.
-            block: with w4a16, so many weights of a row have a scale; 0: all of it. gptq: choose 4-bit weights on the
-            samples, instead of rounding to nearest. outputs: graph -> the one output that it has; none: all.
+        samples: calibration inputs; empty: not quantised (fp16). graphs: input shapes by graph. open: dynamic
+            dimensions of each input. precision: as in :class:`Settings`. block: with w4a16, weights per scale; 0: a
+            whole row. gptq: instead of rounding to nearest. outputs: graph -> its only output; default: all.
     """
 
     samples: Sequence[Inputs]
@@ -52,11 +50,11 @@ class PartInputs:
 
 @dataclass(frozen=True)
 class Quantized:
-    """A part with its quantised weights.
+    """A quantised part.
 
     Attributes:
-        errors: of each output relative to float32 (L2), on the last quarter of the samples, which set ranges but not
-            GPTQ's weights; empty with fp16. tokens: on which errors were measured.
+        errors: L2 error of each output relative to float32, on the last quarter of the samples, held out from GPTQ;
+            empty with fp16. tokens: on which errors were measured.
     """
 
     program: torch.export.ExportedProgram
@@ -83,14 +81,14 @@ def hot_part(
 ) -> tuple[torch.export.ExportedProgram, PartInputs]:
     """A layer's hot neurons, float32, as a part: x ``[T, H]`` -> the sums of the first 1, 2, ... chunks.
 
+    x has two dimensions: with 4-bit weights the HTP (Qualcomm's emulator, QNN 2.49) is wrong for ``[2, 1, H]``.
+
     Args:
-        samples: calibration inputs of the layer ``[..., H]`` float32; with fp16 they may be None. graphs: name ->
-            tokens and chunks. x has two dimensions: with 4-bit weights and x ``[2, 1, H]`` the HTP (Qualcomm's
-            emulator, QNN 2.49) computes something else; ``[2, H]`` and ``[1, 2, H]`` are right.
+        samples: calibration inputs of the layer ``[..., H]`` float32; None with fp16. graphs: name -> tokens and
+            chunks.
 
     Raises:
-        ConfigError: groups of weights that do not divide the layer. NonFiniteError: NaN or infinity in samples or
-            weights.
+        ConfigError: groups of weights do not divide the layer. NonFiniteError: NaN or infinity in samples or weights.
     """
     block = block_of(hot, settings)
     for what, tensors in (("inputs", [] if samples is None else [samples]), ("weights", hot.parameters())):
@@ -115,11 +113,7 @@ def hot_part(
 
 
 def block_of(hot: HotChunks, settings: Settings) -> int:
-    """Weights of ``hot`` that share a scale; 0: those of an output channel.
-
-    Raises:
-        ConfigError: a size was asked for that does not divide the layer.
-    """
+    """Weights of ``hot`` per scale; 0: per output channel. Raises ConfigError: the size does not divide the layer."""
     if settings.precision != "w4a16":
         return 0
     size = BLOCK if settings.blocks == "auto" else int(settings.blocks)
@@ -142,10 +136,10 @@ def pt2e(
     block: int,
     chosen_on: Sequence[Inputs] = (),
 ) -> torch.fx.GraphModule:
-    """``module`` with weights and activations quantised for the HTP, the latter to what they are on ``inputs``.
+    """``module`` with weights and activations quantised for the HTP, with the activations' ranges on ``inputs``.
 
-    ``block``: with w4a16, so many weights of a row have a scale; 0: all of it. ``chosen_on``: further inputs, on which
-    4-bit weights are chosen (:func:`~torch_pi2.export.qnn.weights.calibrate`); none: they are rounded to nearest.
+    ``block``: see :class:`PartInputs`. ``chosen_on``: inputs of GPTQ (:func:`~torch_pi2.export.qnn.weights.calibrate`);
+    empty: round to nearest.
     """
     from executorch.backends.qualcomm.quantizer.quantizer import QnnQuantizer, QuantDtype
     from executorch.backends.qualcomm.serialization.qc_schema import QcomChipset
@@ -171,7 +165,7 @@ def pt2e(
 
 
 def _use_scales(prepared: torch.fx.GraphModule, scales: Mapping[str, torch.Tensor]) -> None:
-    """Give the observers of weights in ``prepared`` (calibrated) these scales, or groups those of block_scales."""
+    """Set the weight observers of a calibrated module to ``scales``, or for groups to :func:`block_scales`."""
     from executorch.backends.qualcomm.quantizer.observers.per_block_param_observer import PerBlockParamObserver
 
     for node in prepared.graph.nodes:
@@ -188,13 +182,13 @@ def _use_scales(prepared: torch.fx.GraphModule, scales: Mapping[str, torch.Tenso
 
 
 def held_back(samples: Any) -> tuple[Any, Any]:
-    """Those by which weights are chosen, and those on which errors are measured; all twice where there are too few."""
+    """Samples for GPTQ, and samples held out; all twice if there are too few."""
     some = len(samples) - len(samples) // _HELD
     return (samples[:some], samples[some:]) if len(samples) >= _HELD else (samples, samples)
 
 
 def errors_of(right: nn.Module, quantized: nn.Module, inputs: Iterable[tuple[torch.Tensor, ...]]) -> list[float]:
-    """The difference of each output of two modules on ``inputs``, relative to the first (L2)."""
+    """L2 error of each output of ``quantized`` on ``inputs``, relative to ``right``."""
     squares = []
     for one in inputs:
         pairs = zip(right(*one), quantized(*one), strict=True)
@@ -208,7 +202,7 @@ def zeros(shapes: Shapes) -> Inputs:
 
 
 def open_program(module: nn.Module, example: Inputs, open: Sequence[Sequence[int]]) -> torch.export.ExportedProgram:
-    """``module`` as a program. Open sizes of ``example`` have to be 2 or more, and different where they may differ."""
+    """``module`` as a program; dynamic sizes of ``example`` have to be at least 2, and distinct if independent."""
     auto = torch.export.Dim.AUTO(min=1, max=1 << 16)
     shapes = tuple(dict.fromkeys(dims, auto) for dims in open)
     with torch.no_grad():
@@ -216,7 +210,7 @@ def open_program(module: nn.Module, example: Inputs, open: Sequence[Sequence[int
 
 
 class _Open(nn.Module):
-    """A module with its inputs under one name."""
+    """A module with variadic inputs."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -227,8 +221,7 @@ class _Open(nn.Module):
 
 
 def quantize_part(program: torch.export.ExportedProgram, inputs: PartInputs, settings: Settings) -> Quantized:
-    """``program`` with its weights quantised, unless they are float16 (post-training quantisation by ExecuTorch's
-    quantiser for the HTP)."""
+    """``program`` quantised by ExecuTorch's quantiser for the HTP; unchanged without samples (fp16)."""
     if not inputs.samples:
         return Quantized(program, [])
     with torch.no_grad():
@@ -248,20 +241,19 @@ def part_program(
     output: int | None = None,
     order: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> torch.export.ExportedProgram:
-    """The static program for inputs of ``shapes``, whose weights are shared with ``program``.
+    """The static program for inputs of ``shapes``, sharing weights with ``program``.
 
     Args:
-        output: the only one; what others need is not in it. order: with these of the inputs as arguments, and so that
-            output i is result ``order[1][i]``.
+        output: the only one to keep. order: inputs that are arguments, and the result index of each output.
     """
     module, inputs = program.module(check_guards=False), zeros(shapes)
     if output is not None:
         graph, values = torch.fx.Graph(), dict[torch.fx.Node, torch.fx.Node]()
         outputs: Any = graph.graph_copy(module.graph, values)
-        graph.output((outputs[output],))  # a tuple: what a delegate returns
+        graph.output((outputs[output],))  # a tuple, as delegates return
         with_all = torch.fx.GraphModule(module, graph)
         with_all.graph.eliminate_dead_code()
-        module = torch.fx.GraphModule(with_all, with_all.graph)  # copies only what is still used
+        module = torch.fx.GraphModule(with_all, with_all.graph)  # drops unused weights
     called: nn.Module = module
     if order is not None:
         called, inputs = _Ordered(module, *order), tuple(inputs[i] for i in order[0])
@@ -270,7 +262,7 @@ def part_program(
 
 
 class _Ordered(nn.Module):
-    """A part as its compiled graph is called."""
+    """A part with its compiled graph's order of arguments and results."""
 
     def __init__(self, module: nn.Module, arguments: Sequence[int], results: Sequence[int]) -> None:
         super().__init__()

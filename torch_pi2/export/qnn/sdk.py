@@ -1,8 +1,7 @@
-"""Qualcomm's libraries: where they are, whether they and ExecuTorch fit together, how they are loaded.
+"""Qualcomm's libraries: location, compatibility with ExecuTorch, and loading.
 
-They come from the extra ``qnn`` (the package onnxruntime-qnn carries them) or from the user's own SDK in
-``QNN_SDK_ROOT``. Nothing here uses the network: ExecuTorch downloads an SDK when ``QNN_SDK_ROOT`` is unset, so it is
-always set before any of its code for Qualcomm runs.
+They come from the extra ``qnn`` (package onnxruntime-qnn) or from the user's SDK in ``QNN_SDK_ROOT``. ExecuTorch
+downloads an SDK if ``QNN_SDK_ROOT`` is unset, so it is always set before ExecuTorch's Qualcomm code runs.
 """
 
 from __future__ import annotations
@@ -19,33 +18,30 @@ from torch_pi2.errors import ConfigError, LibraryMissingError, VersionError
 from torch_pi2.export.executorch import EXECUTORCH
 from torch_pi2.export.qnn.settings import SOCS
 
-#: Versions of onnxruntime-qnn that ExecuTorch's adaptor works with. 2.3, 2.4, 2.6 and 2.7 do not: the field
-#: ``socModel`` of QNN's device configuration lies 4 bytes further there (tried, all five).
+#: Versions of onnxruntime-qnn that work with ExecuTorch's adaptor. In 2.3, 2.4, 2.6 and 2.7 the field ``socModel`` of
+#: QNN's device configuration is 4 bytes further (all five tested).
 PACKAGE = "onnxruntime-qnn"
 PACKAGE_VERSIONS = {"2.5.0": "2.49.40"}
 
 LICENCE = "Qualcomm AI Stack License"
-
-
 _HOST = Path("lib/x86_64-linux-clang")
-#: In the order in which they are loaded.
+#: In loading order.
 _NAMES = ("libQnnSystem.so", "libQnnHtp.so")
 
 
 @dataclass(frozen=True)
 class Libraries:
-    """Where the libraries are: ``folder``, and ``origin`` for messages: a package with its version, or the variable."""
+    """``folder`` of the libraries, and ``origin`` for messages: the package with its version, or the variable."""
 
     folder: Path
     origin: str
 
 
 def find() -> Libraries:
-    """The user's own SDK if ``QNN_SDK_ROOT`` names one, else those of the extra. Loads nothing.
+    """The SDK in ``QNN_SDK_ROOT``, else the libraries of the extra, without loading them.
 
     Raises:
-        LibraryMissingError: there are none; the message names the licence and how to get them.
-        VersionError: the package has a version that ExecuTorch's adaptor does not fit.
+        LibraryMissingError: there are none. VersionError: the package's version does not work with ExecuTorch.
     """
 
     def how() -> str:
@@ -82,7 +78,6 @@ def find() -> Libraries:
 
 
 def check_soc(soc: str) -> None:
-    """Raises ConfigError if nothing is compiled for ``soc``."""
     if soc not in SOCS:
         raise ConfigError(
             "Qualcomm SoC of the target",
@@ -93,7 +88,6 @@ def check_soc(soc: str) -> None:
 
 
 def check_host() -> None:
-    """Raises LibraryMissingError where Qualcomm's compiler does not run."""
     host = f"{platform.system()} {platform.machine()}"
     if host.lower() not in ("linux x86_64", "linux amd64"):
         raise LibraryMissingError(
@@ -105,10 +99,7 @@ def check_host() -> None:
 
 
 def environment(libraries: Libraries, root: Path) -> dict[str, str]:
-    """Variables for a process that compiles: ``root``, an empty folder, becomes an SDK that links to ``libraries``.
-
-    With ``QNN_SDK_ROOT`` set, ExecuTorch asks the SDK's version and never downloads one.
-    """
+    """Environment of a compiler process; ``root``, an empty folder, becomes an SDK with links to ``libraries``."""
     place = root / _HOST
     place.parent.mkdir(parents=True, exist_ok=True)
     place.symlink_to(libraries.folder.resolve(), target_is_directory=True)
@@ -116,13 +107,12 @@ def environment(libraries: Libraries, root: Path) -> dict[str, str]:
 
 
 def load(libraries: Libraries) -> None:
-    """Load the libraries into this process, after torch and ExecuTorch: before them they crash it.
+    """Load the libraries after torch and ExecuTorch (before them they crash), which then find them by name.
 
-    ExecuTorch finds them by their names afterwards. For programs that are executed on x86-64 (Qualcomm's emulator of
-    the NPU), and for the process that compiles. Sets ``QNN_SDK_ROOT``, to nothing, if it is unset.
+    For compiling, and for Qualcomm's emulator on x86-64. Sets ``QNN_SDK_ROOT`` to "" if it is unset.
 
     Raises:
-        LibraryMissingError: they cannot be loaded; the message has the loader's reason.
+        LibraryMissingError: they cannot be loaded.
     """
     import executorch.exir  # noqa: F401
     import torch  # noqa: F401

@@ -1,4 +1,4 @@
-"""What is compiled, and for which phone; and ``qnn.json`` of a bundle, what the compiler reported."""
+"""Settings of the NPU's compiler, and its report, ``qnn.json`` of a bundle."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch_pi2.base.files import parse_json, read_text
 REPORT_FILE = "qnn.json"
 REPORT_FORMAT, REPORT_VERSION = "torch_pi2.qnn", 1
 
-#: Supported systems on a chip: part number -> the name on the box and the version of its NPU.
+#: Supported SoCs: part number -> product name and NPU version.
 SOCS = {
     "SM8550": "Snapdragon 8 Gen 2 (HTP V73)",
     "SM8650": "Snapdragon 8 Gen 3 (HTP V75)",
@@ -23,23 +23,20 @@ SOCS = {
     "SM8850": "Snapdragon 8 Elite Gen 5 (HTP V81)",
 }
 
-#: w4a16: weights 4 bit with a scale per output channel or group of inputs, activations 16 bit. w8a16: weights 8 bit.
+#: w4a16: 4-bit weights with a scale per output channel or group of inputs, 16-bit activations. w8a16: 8-bit weights.
 #: fp16: both float16.
 PRECISIONS = ("w4a16", "w8a16", "fp16")
 
-#: Weights that may share a scale, along the input.
+#: Group sizes, along the input.
 BLOCKS = (16, 32, 64)
-
-#: Weights of a group by default: 4.5 bits a weight.
+#: The default group: 4.5 bits per weight.
 BLOCK = 16
-
-#: Groups of weights outside feed-forward layers where there is no memory for 8 bits.
+#: Group outside FFNs, if memory does not suffice for 8 bits.
 PART_BLOCK = 32
-
-#: Weights that an NPU can have at most, as its compiler's log prints it.
+#: Most bytes of weights on an NPU, from the compiler's log.
 MOST_BYTES = 3584 << 20
 
-#: Kind of a part, the word before the layer's number in its name -> what messages call it, how to export without it.
+#: Kind of a part (its name without the layer's number) -> its name in messages, and how to export without it.
 _KINDS = {
     "layer": ("hot neurons of layer {}", "Choose another precision or fewer hot chunks (hot, hot_prompts)"),
     "attention": ("attention of layer {}", "Pass hot_attention='none' (the CPU computes it), or a smaller max_tokens"),
@@ -52,14 +49,14 @@ class Settings:
 
     Attributes:
         soc: one of :data:`SOCS`.
-        precision: one of :data:`PRECISIONS`; all are lossy against float32, w4a16 most.
-        blocks: with w4a16: 16, 32 or 64: each group of so many weights along the input has a scale; 0: a scale per
-            output channel; "auto": groups of 16 where they divide a layer.
+        precision: one of :data:`PRECISIONS`; all are lossy, w4a16 most.
+        blocks: of w4a16: 16, 32 or 64 weights per scale along the input; 0: a scale per output channel; "auto": 16
+            where it divides a layer.
         weight_sharing: one copy of the weights for all graphs of a layer. Phones need it; Qualcomm's x86 emulator
-            refuses to load such files, so what is to run there is compiled without.
-        quantization: how 4-bit weights of feed-forward layers and of attention are chosen: ``rtn`` to nearest,
-            ``gptq`` by what outputs lose on calibration inputs, which takes longer (:mod:`.weights`).
-        timeout_s: seconds that one layer may take.
+            cannot load such files.
+        quantization: of 4-bit weights in FFNs and attention: ``rtn`` (round to nearest) or ``gptq`` on calibration
+            inputs, which takes longer (:mod:`.weights`).
+        timeout_s: seconds per layer.
     """
 
     soc: str
@@ -80,34 +77,34 @@ class Settings:
 
     @property
     def bits(self) -> float:
-        """Bits of a weight on average, with scales of groups and without those of channels."""
+        """Mean bits per weight, including group scales."""
         block = BLOCK if self.blocks == "auto" else int(self.blocks)
         return {"w4a16": 4 + (8 / block if block else 0), "w8a16": 8, "fp16": 16}[self.precision]
 
     def part_bits(self, block: int) -> float:
-        """Bits of a weight outside feed-forward layers: 8, or 4 in groups of ``block``; in fp16 16."""
+        """Bits per weight outside FFNs: 8, or 4 in groups of ``block``; 16 with fp16."""
         return 16 if self.precision == "fp16" else 4 + 8 / block if block else 8
 
 
 def title(name: str) -> str:
-    """What messages call the part ``name``: ``layer3`` are the hot neurons of layer 3."""
+    """The name of a part in messages: ``layer3`` -> "hot neurons of layer 3"."""
     kind = name.rstrip(string.digits)
     return _KINDS[kind][0].format(name.removeprefix(kind)) if kind in _KINDS else name
 
 
 def how_to_avoid(name: str) -> str:
-    """How to export if the part ``name`` cannot be compiled."""
+    """How to export without the part ``name``."""
     kind = name.rstrip(string.digits)
     return (f"{_KINDS[kind][1]}, or export" if kind in _KINDS else "Export") + " with target='xnnpack'."
 
 
 @dataclass(frozen=True)
 class Graph:
-    """One graph of every layer, named as the method of the program that it is for.
+    """One static graph of every layer, named like its method.
 
     Attributes:
-        shape: leading sizes of its input, for instance ``(2, 1)``: x is ``[2, 1, H]``. Graphs of an NPU are static.
-        chunks: hot chunks of each layer in this graph, at least one.
+        shape: leading sizes of its input, such as ``(2, 1)`` for x ``[2, 1, H]``.
+        chunks: hot chunks of each layer, at least one.
     """
 
     shape: tuple[int, ...]
@@ -115,5 +112,5 @@ class Graph:
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """The report at ``path``. Raises ArtifactError: it is missing, damaged, or no such report."""
+    """The report at ``path``. Raises ArtifactError."""
     return parse_json(read_text(path), path, REPORT_FORMAT, REPORT_VERSION)

@@ -1,9 +1,8 @@
 """4-bit weights for the NPU: scales of groups, and GPTQ instead of rounding to nearest.
 
-Group scales are QNN's block-wise expansion: a group's scale is a whole multiple, 1 to 16, of a sixteenth of the largest
-in its row, so 8 bits are stored for each group and a float for each row. ExecuTorch's observer takes any float, and its
-encoder rounds that to a multiple after the weights were divided by it, so that the NPU computed with other weights than
-PyTorch (3e-2 of the output). Here scales are multiples before any weight is divided.
+Group scales are QNN's block-wise expansion: multiples, 1 to 16, of a sixteenth of the row's largest scale, stored as 8
+bits per group and a float per row. ExecuTorch's observer takes any float, and its encoder rounds to a multiple after
+dividing the weights: NPU and PyTorch then differ (3e-2 of the output). Here scales are multiples before the division.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ import torch
 
 from torch_pi2.fitting.gptq import DAMPING, Grid, Moments, Solver
 
-#: Largest value of a symmetric 4-bit weight, as the compiler's quantiser uses it: -7 to 7.
+#: Symmetric 4-bit weights are -7 to 7, as in the compiler's quantiser.
 MOST = 7
 STEPS = 16
-#: Smaller multiples that are tried besides the one that clips nothing: coarser clipping, finer steps.
+#: Number of smaller multiples to try, which clip but have finer steps.
 _FEWER = 3
-#: Where a row has one scale: sizes tried for its largest weight, relative to the largest integer.
+#: Divisors to try for the scale of a whole row.
 _SHARES = (1.0, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5)
 #: Smallest scale, as ExecuTorch's observers have it.
 _LEAST = 2.0**-23
@@ -39,7 +38,7 @@ def block_scales(weight: torch.Tensor, size: int) -> torch.Tensor:
         scale = (multiple * step)[..., None]
         error = ((groups / scale).round().clamp(-MOST, MOST) * scale - groups).square().sum(2)
         best, least = torch.where(error < least, multiple, best), torch.minimum(error, least)
-    # the encoder finds the step from the largest scale of a row
+    # the encoder takes the step from a row's largest scale
     return best.scatter(1, most.argmax(1, keepdim=True), float(STEPS)) * step
 
 
@@ -47,17 +46,17 @@ def block_scales(weight: torch.Tensor, size: int) -> torch.Tensor:
 
 
 class _Common(NamedTuple):
-    """A sixteenth of each row's largest scale, and the group that has that scale."""
+    """A sixteenth of each row's largest scale, and the group with that scale."""
 
     step_N: torch.Tensor
     largest_N: torch.Tensor
 
 
 class NpuGrid(Grid):
-    """4 bits as QNN has them: -7 to 7, and of each group a multiple, 1 to 16, of its row's step.
+    """QNN's 4-bit grid: -7 to 7, with scales of groups that are multiples, 1 to 16, of the row's step.
 
-    A row's step is that of :func:`block_scales`, which its largest group keeps. Without
-    groups (``size`` 0) a row has one scale, which may be any.
+    The step is that of :func:`block_scales`; the largest group keeps it. Without groups (``size`` 0) a row has one
+    arbitrary scale.
     """
 
     def __init__(self, size: int) -> None:
@@ -76,7 +75,7 @@ class NpuGrid(Grid):
             tried_NE = common.step_N[:, None] * torch.arange(1.0, STEPS + 1)
         best_N1 = torch.full((len(w_Nk), 1), _LEAST)
         least_N = torch.full((len(w_Nk),), torch.inf)
-        for scale_N in tried_NE.clamp_min(_LEAST).T:  # one at a time: w may have thousands of columns
+        for scale_N in tried_NE.clamp_min(_LEAST).T:  # one at a time, to save memory
             error_N = (self.integers(w_Nk, scale_N[:, None]) * scale_N[:, None] - w_Nk).square() @ counts_k
             best_N1[:, 0] = torch.where(error_N < least_N, scale_N, best_N1[:, 0])
             least_N = torch.minimum(error_N, least_N)
@@ -99,13 +98,13 @@ Scales = dict[str, torch.Tensor]
 def calibrate(
     module: torch.fx.GraphModule, inputs: Sequence[tuple[torch.Tensor, ...]], block: int
 ) -> tuple[torch.fx.GraphModule, Scales]:
-    """``module`` with weights of linear layers in 4 bits, chosen by GPTQ, and their scales.
+    """``module`` with 4-bit weights of linear layers, chosen by GPTQ, and their scales.
 
-    Layers are solved one after another, on the inputs that the solved layers before them give. Memory: a copy of the
-    module, and for one layer at a time what :class:`~torch_pi2.fitting.gptq.Solver` takes.
+    Layers are solved in order, on the outputs of solved layers. Memory: a copy of the module, and
+    :class:`~torch_pi2.fitting.gptq.Solver` for one layer at a time.
 
     Args:
-        inputs: of ``module``. block: weights of a row that share a scale; 0: all.
+        inputs: of ``module``. block: weights per scale in a row; 0: all.
     """
     made, scales = copy.deepcopy(module), Scales()
     grid = NpuGrid(block)
@@ -115,7 +114,7 @@ def calibrate(
         for name in names:
             of_input = moments[name]
             if id(of_input) not in solvers:
-                # as much as chance has of it: with fewer tokens than columns GPTQ alone is worse than rounding
+                # in proportion to sampling noise: with fewer tokens than columns GPTQ is worse than rounding
                 damping = DAMPING + len(of_input.squares_KK) / of_input.tokens
                 solvers[id(of_input)] = Solver(name, of_input, grid, damping=damping)
             weight = made.get_parameter(name)
@@ -126,7 +125,7 @@ def calibrate(
 
 
 def _levels(module: torch.fx.GraphModule) -> list[list[str]]:
-    """Names of weights by level: the inputs of those in a level do not depend on each other."""
+    """Names of weights by level, within which inputs are independent."""
     depth: dict[torch.fx.Node, int] = {}
     found: dict[int, list[str]] = {}
     for node in module.graph.nodes:
@@ -138,7 +137,7 @@ def _levels(module: torch.fx.GraphModule) -> list[list[str]]:
 
 
 class _Seen(torch.fx.Interpreter):
-    """Runs a module and keeps the inputs of linear layers, by the names of their weights."""
+    """Runs a module and records the inputs of linear layers by weight name."""
 
     def __init__(self, module: torch.fx.GraphModule, names: Sequence[str]) -> None:
         super().__init__(module)
@@ -158,7 +157,7 @@ def _moments(
     names: Sequence[str],
     inputs: Sequence[tuple[torch.Tensor, ...]],
 ) -> Mapping[str, Moments]:
-    """Moments of the inputs of the named layers; layers with the same input share them."""
+    """Moments of the inputs of the named layers, shared by layers with the same input."""
     moments: dict[str, Moments] = {}
     for one in inputs:
         runs = [_Seen(module, names) for module in (made, floats)]
