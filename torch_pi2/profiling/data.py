@@ -1,7 +1,7 @@
-"""Calibration data in any usual form becomes batches whose rows are *different* sequences; sets of such batches.
+"""Converts calibration data of any usual form into batches whose rows are *different* sequences.
 
-Different sequences matter: the profile's batch frequencies (how likely a neuron fires for at least one of k requests
-served together) are unions over rows, and neighbouring text would make them too low.
+The profile's batch frequencies (how likely a neuron fires for at least one of k sequences decoded together) are unions
+over rows, and neighbouring text would make them too low.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch_pi2.errors import CalibrationError
 from torch_pi2.store.trust import tokenizer_of
 from torch_pi2.types.config import Config
 
-#: Fewer real tokens than this say nothing about a neuron's frequency; calibration refuses them.
+#: Minimum number of real tokens for calibration.
 MIN_TOKENS = 64
-#: Fewest sequences that predictors are fitted to and measured on.
+#: Minimum number of sequences that predictors are fitted to and measured on.
 MIN_SEQUENCES = 10
 
-#: Batches of a stream that are filled together, so that neighbouring windows lie in different ones.
+#: Batches of a stream that are filled together, so that neighbouring windows go into different ones.
 _BATCHES_AHEAD = 32
 
 _FORMS = "a str, a list of str, integer ids [N, T], or an iterable of id tensors, dicts or tuples of arguments"
@@ -40,7 +40,7 @@ class Batch:
     Attributes:
         input_ids: ``[B, T]`` int64, or None if ``args``/``kwargs`` hold something else.
         mask_BT: ``[B, T]`` bool, True for real tokens; None if the token grid is unknown.
-        args, kwargs: what the model is called with when ``input_ids`` is None; ``kwargs`` is added in any case.
+        args, kwargs: arguments of the model if ``input_ids`` is None; ``kwargs`` are always passed.
     """
 
     input_ids: torch.Tensor | None
@@ -54,17 +54,15 @@ class Batch:
         return 0 if self.mask_BT is None else int(self.mask_BT.sum())
 
     def on_the_cpu(self) -> Batch:
-        """The same with every tensor there, where models are calibrated."""
         fields = (self.input_ids, self.mask_BT, self.args, self.kwargs)
         return Batch(*tree_map_only(torch.Tensor, torch.Tensor.cpu, fields))
 
     def call(self, model: nn.Module) -> Any:
-        """Run ``model`` on this batch, with the argument names its ``forward`` has."""
         args, kwargs = self.arguments(model)
         return model(*args, **kwargs)
 
     def arguments(self, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments of :meth:`call`; a decoder without ids of its own gets those of its encoder."""
+        """Arguments of :meth:`call` that the ``forward`` of ``model`` takes; a decoder gets its encoder's ids."""
         if self.input_ids is None:
             return self.args, dict(self.kwargs)
         names = inspect.signature(model.forward).parameters
@@ -94,23 +92,20 @@ def batches(
     batch_size: int = 8,
     seq_len: int = 128,
 ) -> Iterator[Batch]:
-    """Normalise calibration ``data`` into batches, one at a time.
+    """Convert calibration ``data`` into batches, one at a time; rows of a batch lie far apart in a text.
 
     Args:
-        data: a text, a list of texts (both need ``tokenizer``); integer ids ``[N, T]``; or an iterable whose
-            items are ids ``[T]`` (grouped and right-padded), ids ``[B, T]``, dicts of model arguments
-            (``input_ids``, optionally ``attention_mask`` and others), or tuples (or lists of tensors) of positional
-            arguments, one tensor of ids among them being ids: a ``DataLoader`` or a ``Dataset`` is one, too.
+        data: a text or a list of texts (both need ``tokenizer``); integer ids ``[N, T]``; or an iterable (a
+            ``DataLoader`` or ``Dataset``, too) of ids ``[T]`` (grouped and right-padded), ids ``[B, T]``, dicts of
+            model arguments (``input_ids``, optionally ``attention_mask`` and others), or tuples (or lists of tensors)
+            of positional arguments; a tuple of one tensor of ids is ids.
         tokenizer: a Hugging Face tokenizer, or anything that maps a str to ids or to ``{"input_ids": ids}``.
-        batch_size: rows per batch, where we choose.
-        seq_len: longest row in tokens, where we choose; longer ids are cut into windows.
-
-    Yields:
-        :class:`Batch`. Windows of one text are spread so that rows of a batch lie far apart in it.
+        batch_size: rows per batch of texts and ids ``[T]`` or ``[N, T]``.
+        seq_len: maximum tokens per row of these; longer ones are cut into windows.
 
     Raises:
-        CalibrationError: empty, fewer than ``MIN_TOKENS`` real tokens, text without a tokenizer, ids that are
-            not integers, or a form that is none of the above.
+        CalibrationError: fewer than ``MIN_TOKENS`` real tokens, text without a tokenizer, ids that are not integers, or
+            another form.
     """
     if batch_size < 1 or seq_len < 2:
         raise CalibrationError(
@@ -135,10 +130,10 @@ def batches(
 
 
 def calibration_batches(model: nn.Module, data: Any, tokenizer: Any, config: Config) -> list[Batch]:
-    """About ``config.calibration_tokens`` tokens of ``data``, as batches that can be read more than once.
+    """About ``config.calibration_tokens`` tokens of ``data``, as a list of batches.
 
-    A batch whose tokens cannot be counted is taken as full, so that an endless stream ends. Text without ``tokenizer``
-    is read with the tokenizer beside the model's weights.
+    A batch whose tokens cannot be counted is taken as full, so that an endless stream ends. ``tokenizer`` defaults to
+    the one beside the model's weights.
     """
     text = data[0] if isinstance(data, list | tuple) and data else data
     if tokenizer is None and isinstance(text, str):
@@ -212,12 +207,11 @@ def _encode(text: str, tokenizer: Any) -> torch.Tensor:
 
 
 def _windows(ids: torch.Tensor, seq_len: int) -> list[torch.Tensor]:
-    """Parts of at most ``seq_len`` tokens; one token at the end says nothing about the next."""
+    """Parts of at most ``seq_len`` tokens, without a single token at the end."""
     return [part for i, part in enumerate(ids.split(seq_len)) if len(part) > 1 or (not i and len(part))]
 
 
 def _pad(rows: Sequence[torch.Tensor], pad: int) -> Batch:
-    """Right-pad rows of different lengths."""
     longest = max(len(r) for r in rows)
     ids_BT = torch.full((len(rows), longest), pad, dtype=torch.long)
     mask_BT = torch.zeros(len(rows), longest, dtype=torch.bool)
@@ -296,14 +290,14 @@ def _from_items(data: Any, tokenizer: Any, batch_size: int, seq_len: int) -> Ite
 
 
 def _spread_out(rows: Sequence[torch.Tensor], batch_size: int, pad: int = 0) -> Iterator[Batch]:
-    """Batches whose rows lie far apart in ``rows``, which may be neighbouring windows of one text."""
+    """Batches whose rows lie far apart in ``rows``, neighbouring windows of one text."""
     n_batches = -(-len(rows) // batch_size)
     for b in range(n_batches):
         yield _pad(rows[b::n_batches], pad)
 
 
 def digest(values: Any) -> str:
-    """Hash of tensors, batches, numbers and texts in lists and dicts."""
+    """Hash of nested tensors, batches, numbers and texts."""
     found = hashlib.sha256()
     plain = [list(vars(value).values()) if isinstance(value, Batch) else value for value in tree_leaves(values)]
     for value in tree_leaves(plain):
@@ -345,7 +339,7 @@ def split(data: list[Batch], batch_size: int) -> dict[str, list[Batch]]:
 
 
 def _regroup(rows: list[Batch], batch_size: int) -> list[Batch]:
-    """Single rows of equal length back into batches."""
+    """Join rows of equal length to batches."""
     out: list[Batch] = []
     by_length: dict[int, list[Batch]] = {}
     for row in rows:
@@ -362,7 +356,7 @@ def _regroup(rows: list[Batch], batch_size: int) -> list[Batch]:
 
 
 def evenly(data: list[Batch], n_tokens: int) -> list[Batch]:
-    """Batches at equal distances in ``data``, about ``n_tokens`` in all: neighbours are often of one text."""
+    """About ``n_tokens`` tokens in batches at equal distances in ``data``: neighbours are often of one text."""
     return data[:: max(1, round(sum(batch.n_tokens for batch in data) / n_tokens))]
 
 

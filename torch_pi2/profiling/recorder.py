@@ -1,8 +1,8 @@
 """Records which neurons fire while a model runs: a dispatch mode for plain FFNs, hooks for mixtures of experts.
 
 The model is neither changed nor traced. Matmuls are recognised by their weight
-(:class:`torch_pi2.graph.dispatch.MatmulIndex`). A sink is shown one call of one FFN at a time, so nothing grows with
-the length of the data.
+(:class:`torch_pi2.graph.dispatch.MatmulIndex`). A sink gets one call of one FFN at a time, so memory does not grow with
+the data.
 """
 
 from __future__ import annotations
@@ -32,15 +32,13 @@ from torch_pi2.types.stats import Reservoir
 
 @dataclass
 class Firing:
-    """One call of one FFN.
+    """One call of the FFN ``site``.
 
     Attributes:
-        site: which.
         x_TH: its input, model dtype.
         score_TI: float32, ``|act(gate)|`` if only the gate is activated, else ``|h|``.
         real_T: bool, False for padding.
-        grid: ``(B, T)`` of the rows, row-major; None if unknown, as for an expert, which sees the tokens that the
-            router gives it.
+        grid: ``(B, T)`` of the rows, row-major; None if unknown, as for experts.
         borrowed: the router gave the rows to other experts of the block.
     """
 
@@ -56,10 +54,9 @@ Sink = Callable[[Firing], None]
 
 
 def real_tokens(key: str, batch: Batch | None, rows: int) -> tuple[torch.Tensor, tuple[int, int] | None]:
-    """Mask of the ``rows`` that module ``key`` sees, bool ``[rows]``, False for padding; and their grid.
+    """Mask ``[rows]`` of the rows of module ``key``, False for padding; and their grid.
 
-    Raises:
-        UnsupportedModelError: the rows are not the batch's tokens, some of which are padding.
+    Raises UnsupportedModelError: the rows are not the batch's tokens, and there is padding.
     """
     mask_BT = None if batch is None else batch.mask_BT
     if mask_BT is None or mask_BT.numel() != rows:
@@ -75,7 +72,6 @@ def real_tokens(key: str, batch: Batch | None, rows: int) -> tuple[torch.Tensor,
 
 
 def _check_finite(what: str, values_TK: torch.Tensor, real_T: torch.Tensor) -> None:
-    """Raises NonFiniteError: NaN or infinity for a real token."""
     broken_T = ~torch.isfinite(values_TK).all(-1) & real_T
     if bool(broken_T.any()):
         raise NonFiniteError(
@@ -86,12 +82,12 @@ def _check_finite(what: str, values_TK: torch.Tensor, real_T: torch.Tensor) -> N
         )
 
 
-#: Tokens sampled from each module of experts, for those experts that get fewer than ``MIN_TOKENS``.
+#: Tokens sampled from each module of experts, for experts with fewer than ``MIN_TOKENS``.
 _SAMPLED = 256
 
 
 class _ExpertBlock:
-    """One module of experts: how many tokens each has had, and a sample of all tokens of the module."""
+    """One module of experts: the token count of each, and a sample of the module's tokens."""
 
     def __init__(self, name: str, sites: Sequence[FFNSite]) -> None:
         self.name, self.sites = name, sites
@@ -117,16 +113,10 @@ class _ExpertBlock:
 
 
 class RoutedRecorder:
-    """Shows a sink the firing of experts while a model runs inside ``with``.
+    """Calls ``sink`` with the firing of experts while a model runs inside ``with``. Set :attr:`batch` before each call.
 
-    Set :attr:`batch` before each call.
-
-    :meth:`finish` shows an expert with fewer than ``MIN_TOKENS`` tokens up to ``_SAMPLED`` tokens that its module gave
-    to others: without them there would be no statistics of an expert that other text may use.
-
-    Raises (while the model runs):
-        NonFiniteError: a module of experts outputs NaN or infinity for a real token.
-        UnsupportedModelError: the module sees another number of tokens than the batch has, some of which are padding.
+    :meth:`finish` adds, for experts with fewer than ``MIN_TOKENS`` tokens, up to ``_SAMPLED`` tokens of other experts:
+    they need statistics, as other text may use them. Raises as :class:`ActivationRecorder` while the model runs.
     """
 
     def __init__(self, model: nn.Module, sites: Sequence[FFNSite], sink: Callable[[Firing], None]) -> None:
@@ -150,7 +140,7 @@ class RoutedRecorder:
 
     @property
     def calls(self) -> dict[str, int]:
-        """Module of experts -> how often it ran."""
+        """Module of experts -> number of calls."""
         return {block.name: block.calls for block in self._blocks}
 
     def _watch(self, block: _ExpertBlock) -> Any:
@@ -174,26 +164,23 @@ class RoutedRecorder:
         self._sink(Firing(site, x_NH, score_NI, torch.ones(len(x_NH), dtype=torch.bool), None, borrowed))
 
     def finish(self) -> None:
-        """After the last batch: show more tokens of experts that have had few."""
+        """After the last batch: pass more tokens of experts with few to the sink."""
         for block in self._blocks:
             for site in block.sites if block.calls else ():
                 if block.counts[site.key] < MIN_TOKENS and len(x_NH := block.other_tokens(site)):
                     self._show(site, x_NH, borrowed=True)
 
 
-#: A threshold for all neurons of a layer, or ``[I]``, one for each.
+#: A threshold for all neurons of a layer, or ``[I]``.
 Cut = TypeVar("Cut", bound=float | torch.Tensor)
 
 
 class ActivationRecorder(TorchDispatchMode):
-    """Calls ``sink`` once per call of an FFN that is not an expert.
-
-    Set :attr:`batch` before each call of the model.
+    """Calls ``sink`` once per call of an FFN that is not an expert. Set :attr:`batch` before each call of the model.
 
     Raises (while the model runs):
-        NonFiniteError: NaN or infinity in the activations of a real token, naming layer and site.
-        UnsupportedModelError: the number of rows that the FFN sees is not that of the batch's tokens, so padding
-            cannot be told apart.
+        NonFiniteError: NaN or infinity in the activations of a real token.
+        UnsupportedModelError: an FFN has other rows than the batch's tokens, so padding cannot be identified.
     """
 
     def __init__(self, model: nn.Module, sites: Sequence[FFNSite], sink: Sink) -> None:
@@ -226,7 +213,7 @@ class ActivationRecorder(TorchDispatchMode):
         h_TI = h.detach().reshape(-1, h.shape[-1])
         x, gate_TI = self._x.pop(site.key, None), self._gate.pop(site.key, None)
         if x is None:
-            return  # down alone, e.g. a weight used elsewhere too
+            return  # down alone: a weight that is used elsewhere, too
         real_T, grid = real_tokens(site.key, self.batch, len(h_TI))
         _check_finite(f"activations of {site.key} (layer {site.layer})", h_TI, real_T)
         if site.gated and not site.activation_on_up and gate_TI is not None:
@@ -257,12 +244,10 @@ def record(
     progress: bool = True,
     label: str = "profile",
 ) -> dict[str, int]:
-    """Run ``model`` over ``data`` and show every FFN call of ``sites`` to ``sink``.
-
-    Experts with few tokens are shown more at the end: see :class:`RoutedRecorder`.
+    """Run ``model`` over ``data`` and call ``sink`` with every FFN call of ``sites`` (:class:`RoutedRecorder`).
 
     Returns:
-        Token and sequence counts ``{"tokens", "sequences", "batches"}``.
+        Counts ``{"tokens", "sequences", "batches"}``.
 
     Raises:
         UnsupportedModelError: a site's matmuls never ran with its own weights.

@@ -1,4 +1,4 @@
-"""Calibration data through the recorder: into :class:`ActivationStats`, and into the inputs of layers."""
+"""``profile`` measures :class:`ActivationStats` on calibration data; ``gather_inputs`` measures inputs of layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch_pi2.types.stats import HIST_BINS, ActivationStats, LayerStats, score_
 
 
 class _Counter:
-    """Sink that counts one layer's firing."""
+    """Sink that counts the firing of one layer."""
 
     def __init__(self, site: FFNSite, threshold: float, batch_size: int, scale_I: torch.Tensor | None) -> None:
         self.scale_I = scale_I
@@ -54,7 +54,7 @@ class _Counter:
         s.score_hist += score_bins(score_NI)
 
     def _count_batches(self, fired_TI: torch.Tensor, firing: Firing) -> None:
-        """Unions over aligned groups of 1, 2, 4, ... rows at one position; a group counts if all of it is real."""
+        """Unions over aligned groups of 1, 2, 4, ... rows at one position; groups with padding do not count."""
         b, t = firing.grid or (1, len(fired_TI))
         union = fired_TI.reshape(b, t, fired_TI.shape[-1])
         real_BT = firing.real_T.reshape(b, t)
@@ -82,15 +82,13 @@ def profile(
 ) -> ActivationStats:
     """Measure which neurons of ``sites`` fire on ``data``. The model runs unchanged, in evaluation mode.
 
+    An expert counts the tokens that the router gives it. If they are fewer than ``MIN_TOKENS``, some of other experts
+    of its block count as well (``LayerStats.borrowed``).
+
     Args:
-        model: any module; its training flags are restored.
         data, tokenizer, batch_size, seq_len: see :func:`torch_pi2.profiling.data.batches`.
         thresholds: a neuron fires iff its score exceeds this (0: exact; a number, or one per site key).
-        scales: site key -> ``[I]`` float32 above 0, the score is ``|act(gate)|`` times that. Default: 1.
-        progress: show a bar on a terminal.
-
-    An expert counts only the tokens that the router gives it. If those are fewer than ``MIN_TOKENS``, some that went to
-    other experts of its block count as well (``LayerStats.borrowed``).
+        scales: site key -> ``[I]`` float32 above 0; the score is ``|act(gate)|`` times this. Default: 1.
 
     Raises:
         CalibrationError, NonFiniteError, DeviceError, DtypeError, UnsupportedModelError, ConfigError.
@@ -111,11 +109,7 @@ SAMPLE_TOKENS, EXPERT_TOKENS = 256, 32
 
 
 class InputStats:
-    """Inputs of one layer.
-
-    Attributes:
-        tokens: number of inputs. sample_TK: the first ``keep`` of them, in the model's dtype.
-    """
+    """Inputs of one layer. ``tokens``: their number. ``sample_TK``: the first ``keep``, in the model's dtype."""
 
     def __init__(self, keep: int = SAMPLE_TOKENS) -> None:
         self.tokens, self._keep = 0, keep
@@ -132,10 +126,8 @@ class InputStats:
 
     @property
     def importance(self) -> torch.Tensor | None:
-        """``[K]`` float32: the mean square of each column; None if nothing was seen.
-
-        The output error of a weight is proportional to its input, so the squared error of a column has this weight.
-        Columns that were always zero still count a little: other text may use them.
+        """``[K]`` float32: the mean square of each column, which weights the squared error of its weights; None
+        without inputs. Columns that were always zero get a small weight, as other text may use them.
         """
         if self._squares_K is None or not self.tokens:
             return None
@@ -155,7 +147,7 @@ def gather_inputs(
     *,
     progress: bool = False,
 ) -> dict[str, InputStats]:
-    """Run the dense ``model`` over ``data``: key of each site or name of each linear layer -> its inputs.
+    """Run the dense ``model`` over ``data``; returns site keys and names of linear layers -> their inputs.
 
     Padding is left out. A linear layer that does not run has no entry.
 

@@ -1,4 +1,4 @@
-"""Training samples for predictors: FFN inputs and which neurons fired, a bounded uniform sample of tokens."""
+"""Training samples for predictors: FFN inputs and fired neurons of a bounded uniform sample of tokens."""
 
 from __future__ import annotations
 
@@ -30,12 +30,11 @@ _INDEX, _FORMAT = "samples.json", ("torch_pi2.samples", 1)
 
 @dataclass
 class Samples:
-    """Tokens seen by one FFN.
+    """Tokens of one FFN.
 
     Attributes:
-        x_NH: ``[N, H]`` its inputs, model dtype.
+        x_NH: inputs ``[N, H]``, model dtype. intermediate: I.
         fired_bits: ``[N, ceil(I/8)]`` uint8, see :func:`torch_pi2.types.stats.pack_bits`.
-        intermediate: I.
     """
 
     x_NH: torch.Tensor
@@ -50,7 +49,7 @@ class Samples:
         return unpack_bits(self.fired_bits if rows is None else self.fired_bits[rows], self.intermediate)
 
     def split(self, held_back: float) -> tuple[Samples, Samples]:
-        """``(fitting part, held-back part)``; the last ``held_back`` share of the tokens is held back."""
+        """``(fitting part, held-back part)``; the latter is the last ``held_back`` share of the tokens."""
         cut = max(1, min(len(self) - 1, round(len(self) * (1 - held_back))))
         return (
             Samples(self.x_NH[:cut], self.fired_bits[:cut], self.intermediate),
@@ -87,7 +86,6 @@ class _Collector:
 
     @property
     def count(self) -> int:
-        """Rows sampled so far."""
         return min(self.reservoir.seen, self.reservoir.size)
 
     def result(self) -> Samples:
@@ -95,7 +93,6 @@ class _Collector:
         return Samples(x, bits, self.site.intermediate)
 
     def entry(self) -> dict[str, Any]:
-        """Entry of the index."""
         sizes = {"hidden": self.site.hidden, "intermediate": self.site.intermediate}
         return {"rows": self.count, "dtype": dtype_name(self.dtype), **sizes}
 
@@ -103,11 +100,7 @@ class _Collector:
 def _rows_in(
     path: Path, part: str, rows: int, width: int, dtype: torch.dtype, *, writable: bool = False
 ) -> torch.Tensor:
-    """``[rows, width]`` mapped from the file ``path.part`` while the tensor lives.
-
-    Raises:
-        ArtifactError: the disk is full, or the file is too short.
-    """
+    """``[rows, width]`` mapped from the file ``path.part``. Raises ArtifactError: a full disk, or too short a file."""
     file, nbytes = path.with_name(f"{path.name}.{part}"), rows * width * dtype.itemsize
     try:
         if writable and not file.exists():
@@ -125,11 +118,7 @@ def _rows_in(
 
 
 class SampleFiles(Mapping[str, Samples]):
-    """Samples in a folder. Those of a site are mapped when looked up, and take memory while they are referenced.
-
-    Raises:
-        ArtifactError: the folder has none, or they are damaged.
-    """
+    """Samples in a folder, mapped when looked up. Raises ArtifactError: there are none, or they are damaged."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / _INDEX
@@ -170,7 +159,7 @@ def collect_samples(
         model, data, tokenizer, batch_size, seq_len: see :func:`torch_pi2.profiling.run.profile`.
         n_tokens: fewer for experts, which get few of all tokens.
         thresholds: a neuron fires iff its score exceeds this (0: exact; one for all neurons of a site, or ``[I]``).
-        folder: for the samples; a complete folder is the result as it is. None: in memory.
+        folder: for the samples; a complete folder is returned unchanged. None: in memory.
 
     Returns:
         site key -> :class:`Samples`, in random order (a reservoir's).
@@ -201,14 +190,14 @@ def collect_samples(
 
 
 def _tokens(model: nn.Module, sites: Sequence[FFNSite], n_tokens: int) -> dict[str, int]:
-    """Site key -> tokens to sample; of an expert twice its average, as some are chosen more often, and at least 256."""
+    """Site key -> tokens to sample; for an expert twice the mean, as some are chosen more often, and at least 256."""
     shares = chosen_shares(getattr(model, "config", None), sites)
     wanted = {s.key: max(256, math.ceil(2 * shares.get(s.experts, 1.0) * n_tokens)) for s in sites}
     return {key: min(n_tokens, count) for key, count in wanted.items()}
 
 
 def samples_bytes(model: nn.Module, sites: Sequence[FFNSite], n_tokens: int) -> int:
-    """Memory that :func:`collect_samples` takes without a folder."""
+    """Memory of :func:`collect_samples` without a folder."""
     tokens = _tokens(model, sites, n_tokens)
     rows = {s.key: s.hidden * model.get_parameter(s.up.weight).element_size() + -(-s.intermediate // 8) for s in sites}
     return sum(tokens[key] * row for key, row in rows.items())

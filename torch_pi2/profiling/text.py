@@ -1,9 +1,7 @@
-"""Calibration and held-out text that every Python installation already has: its standard library.
+"""Calibration and held-out text that every Python installation has: its standard library.
 
-Nothing is downloaded (design D10). Files are split by a hash of their *relative path*, so a file that is
-held out under one Python version is held out under all of them and never leaks into a training set made
-with another version. Held-out files come only from the library proper (test suites are not installed
-everywhere).
+Files are split by a hash of their *relative path*, so a file that is held out under one Python version never leaks into
+a training set made with another. Held-out files do not include test suites, which are not installed everywhere.
 """
 
 from __future__ import annotations
@@ -25,14 +23,9 @@ def _is_heldout(rel_path: str) -> bool:
 
 
 def stdlib_files(split: str, *, with_tests: bool = False) -> list[Path]:
-    """Sorted paths of the standard library's ``.py`` files belonging to ``split``.
+    """Sorted paths of the standard library's ``.py`` files in ``split``, ``"train"`` or ``"heldout"``.
 
-    Args:
-        split: ``"train"`` or ``"heldout"``.
-        with_tests: add the library's own test suites to the training split where they are installed.
-
-    Raises:
-        ValueError: ``split`` is neither of the two names.
+    ``with_tests``: include the library's test suites in the training split if they are installed.
     """
     if split not in ("train", "heldout"):
         raise ValueError(f"split must be 'train' or 'heldout', found {split!r}")
@@ -54,7 +47,7 @@ def stdlib_files(split: str, *, with_tests: bool = False) -> list[Path]:
 
 
 def read_files(paths: list[Path]) -> list[str]:
-    """Texts of ``paths``; files that are not UTF-8 (codec test data) are left out."""
+    """Texts of ``paths``, without files that are not UTF-8 (codec test data)."""
     texts = []
     for path in paths:
         try:
@@ -65,15 +58,15 @@ def read_files(paths: list[Path]) -> list[str]:
 
 
 def stdlib_text(split: str, *, max_bytes: int | None = None) -> str:
-    """Text of one split, files joined by a form feed; with ``max_bytes`` about that much of it, in excerpts.
+    """Text of one split, files joined by a form feed; with ``max_bytes``, excerpts of about that size in all.
 
-    Excerpts come from files spread evenly over the library and from changing places in them: a little of the head
-    of every file would be licences and imports, which say nothing about the rest.
+    Excerpts come from files spread evenly over the library, and from changing places in them: heads of files are mostly
+    licences and imports.
     """
     files = stdlib_files(split)
     if max_bytes is None:
         return "\f\n".join(read_files(files))
-    # A quarter more excerpts than would fill max_bytes, since some files are shorter than one.
+    # a quarter more excerpts than needed, since some files are shorter than one
     count = max(1, math.ceil(1.25 * max_bytes / _EXCERPT_BYTES))
     chosen = [files[i * len(files) // count] for i in range(min(count, len(files)))]
     length = max(_EXCERPT_BYTES, math.ceil(1.25 * max_bytes / max(1, len(files))))
