@@ -74,15 +74,12 @@ class Batch:
         if padded and "attention_mask" in names:
             assert self.mask_BT is not None
             kwargs["attention_mask"] = self.mask_BT.long()
-        if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and _no_decoder_inputs(kwargs):
+        encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+        if encoder_decoder and not any(name.startswith("decoder_input") for name in kwargs):
             kwargs["decoder_input_ids"] = self.input_ids
         if "input_ids" in names or (open_ended and len(names) == 1):
             return (), {"input_ids": self.input_ids, **kwargs}
         return (self.input_ids,), kwargs
-
-
-def _no_decoder_inputs(kwargs: Mapping[str, Any]) -> bool:
-    return not any(name.startswith("decoder_input") for name in kwargs)
 
 
 def batches(

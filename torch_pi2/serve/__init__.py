@@ -1,1 +1,1 @@
-"""Models behind a network interface: many requests decoded together, answered as OpenAI's API does."""
+"""An HTTP server with OpenAI's API and continuous batching."""

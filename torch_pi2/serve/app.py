@@ -1,4 +1,4 @@
-"""OpenAI's API, the web page and Prometheus' counters, as an ASGI application."""
+"""OpenAI's API, the web page and Prometheus metrics, as an ASGI application."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from torch_pi2.serve.responses import ChatResponse, CompletionResponse, Response
 
 _log = logging.getLogger("torch_pi2")
 
-#: Bytes of a request, at most.
+#: Maximum bytes of a request.
 MOST_BYTES = 8 << 20
 
 _PAGE = Path(__file__).with_name("page")
@@ -91,7 +91,7 @@ def _refusal(error: Exception) -> Refusal:
 
 
 class AccessCheck:
-    """Refuses requests without the key, and bodies that are too long, before their body is read."""
+    """Refuses requests without the key, and too long ones, before their body is read."""
 
     def __init__(self, app: ASGIApp, api_key: str | None) -> None:
         self._app, self._key, self._open = app, api_key, {"/health", *page_files()}
@@ -119,13 +119,12 @@ class AccessCheck:
 
 
 def page_files() -> dict[str, Path]:
-    """URL path -> file of the web page. They contain nothing about any model, and need no key."""
+    """URL path -> file of the web page. These contain no model data and need no key."""
     names = sorted(path for path in _PAGE.iterdir() if path.suffix in _TYPES)
     return {"/" if path.name == "index.html" else f"/page/{path.name}": path for path in names}
 
 
 def add_page(app: FastAPI) -> None:
-    """Let ``app`` serve the page at ``/``."""
     for where, path in page_files().items():
         app.add_api_route(where, _sender(path), methods=["GET", "HEAD"])
 
@@ -140,8 +139,6 @@ def _sender(path: Path) -> Callable[[], Awaitable[PlainResponse]]:
 
 
 class _Collector:
-    """What /metrics counts."""
-
     def __init__(self, models: Mapping[str, ServedModel]) -> None:
         self._models = models
 
@@ -177,10 +174,9 @@ def application(models: Mapping[str, ServedModel], *, api_key: str | None = None
     """``/v1/models``, ``/v1/completions``, ``/v1/chat/completions``, ``/v1/live``, ``/health``, ``/metrics``; ``/``.
 
     Args:
-        models: by name. api_key: the bearer token that clients have to send, except for ``/health`` and the page's
-            files; None: none.
+        models: by name. api_key: bearer token for everything except ``/health`` and the page's files; None: none.
 
-    ``app.state.models`` is ``models``, and ``app.state.live`` the :class:`~torch_pi2.serve.live.Live` of each by name.
+    ``app.state.models`` is ``models``, and ``app.state.live`` their :class:`~torch_pi2.serve.live.Live` by name.
     """
     app = FastAPI(title="torch_pi2", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(AccessCheck, api_key=api_key)
@@ -286,7 +282,7 @@ async def _answered(served: ServedModel, body: CompletionRequest | ChatRequest, 
 
 
 async def _unless_disconnected(request: Request, work: Awaitable[_Result]) -> _Result | None:
-    """The result of ``work``; None: the client has disconnected, and ``work`` is cancelled."""
+    """The result of ``work``; None if the client has disconnected, which cancels it."""
     gone, task = asyncio.ensure_future(_disconnected(request)), asyncio.ensure_future(work)
     try:
         await asyncio.wait({gone, task}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,8 +1,8 @@
 """``Batch``: continuous batching. Sequences join and leave the batch between decoding steps.
 
-One thread does all the work: it reads prompts, one chunk between two steps of the others, and steps. Whoever submits a
-:class:`Sequence` gets its tokens through a callback in this thread. Greedy tokens are those that the sequence has alone
-where matrix products are ours (:meth:`torch_pi2.decode.decoder.Decoder.add`).
+One thread does all the work: it steps, and reads one chunk of a prompt between two steps. It passes the tokens of a
+:class:`Sequence` to a callback. If matrix products are ours, greedy tokens do not depend on the other sequences
+(:meth:`torch_pi2.decode.decoder.Decoder.add`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TokenEvent:
     """A new token of a sequence.
 
     Attributes:
-        token: its id. logprob: its natural log probability, before temperature and bias; None: not asked for.
+        token: its id. logprob: natural log probability, before temperature and bias, if requested.
         top: the most likely ids with their log probabilities, descending.
     """
 
@@ -59,11 +59,11 @@ class Sequence:
     """A prompt and how to continue it.
 
     Attributes:
-        prompt: token ids, one or more. limit: of new tokens. ends: ids that end the sequence.
+        prompt: token ids, one or more. limit: maximum new tokens. ends: ids that end the sequence.
         tell: called in the decoding thread with each :class:`TokenEvent` and one :class:`EndEvent`; must not block.
-        sampling: None: greedy. seed: of this sequence's generator. bias: id -> what is added to its logit.
-        top: how many most likely tokens to report with each token; None: no log probabilities at all.
-        constraint: which tokens may come; None: any.
+        sampling: None: greedy. seed: of this sequence's generator. bias: id -> addition to its logit.
+        top: number of most likely tokens to report with each token; None: no log probabilities at all.
+        constraint: on the tokens; None: any may come.
     """
 
     prompt: list[int]
@@ -87,7 +87,6 @@ class Sequence:
         self._cancelled = self._cancelled or reason
 
     def _last(self) -> int:
-        """The token that the next step feeds."""
         tokens = self._growing.tokens
         return tokens[-1] if tokens else self.prompt[-1]
 
@@ -128,19 +127,20 @@ class Counts:
 
 
 class Batch:
-    """Decodes submitted sequences together, in its own thread from :meth:`start` on.
+    """Decodes submitted sequences together, in a thread that :meth:`start` starts.
 
     Args:
         model: see :class:`~torch_pi2.decode.decoder.Decoder`.
         max_tokens: of each sequence, prompt and answer.
-        max_batch_size: sequences decoded together (slots of the KV cache); 1 where a model needs them of one length.
+        max_batch_size: sequences decoded together (slots of the KV cache); reduced to 1 if the model does not support
+            sequences of several lengths.
         max_queue: sequences that may wait for a slot.
-        compiled: compile steps; each number of sequences is compiled when it first occurs, a pause of seconds.
-        prefix_bytes: for keys and values of prompts, kept for prompts that begin alike.
+        compiled: compile steps; the first step of each number of sequences pauses for seconds.
+        prefix_bytes: size of the prefix cache.
 
     Attributes:
-        counts: what has been done. prefixes: the prefix cache. capacity: sequences decoded and waiting, at most.
-        meter: is told what the thread does: ``idle``, ``prompt`` or ``step``; None: nobody looks.
+        prefixes: the prefix cache. capacity: maximum sequences decoded and waiting.
+        meter: measures the thread's work (``idle``, ``prompt`` or ``step``), if set.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class Batch:
         self._thread.start()
 
     def close(self, seconds: float | None = None) -> None:
-        """Take no more sequences, let the others end, and cancel those left after ``seconds`` (None: no limit)."""
+        """Refuse new sequences, let the others end, and cancel those left after ``seconds`` (None: no limit)."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -219,11 +219,11 @@ class Batch:
 
     @property
     def failure(self) -> GroupError | None:
-        """Why nothing is decoded any more: another process that computes a part of the model is lost."""
+        """The error if another process that computes a part of the model is lost; then nothing is decoded."""
         return None if self._group is None else self._group.failure
 
     def state(self) -> dict[str, int]:
-        """Sequences that are read or decoded (``live``) and that wait (``waiting``) now."""
+        """Numbers of sequences that are read or decoded (``live``) and that wait (``waiting``)."""
         with self._changed:
             return {"live": self.max_batch_size - self._free(), "waiting": len(self._waiting)}
 
@@ -261,7 +261,6 @@ class Batch:
                 self._decoder.retain([])
 
     def _end_all(self, error: Exception) -> None:
-        """End the waiting sequences too: there are no steps any more."""
         with self._changed:
             ended = [*self._live, *self._joining(), *self._waiting]
             self._live, self._reading = [], None
@@ -270,7 +269,7 @@ class Batch:
             self._end(sequence, "error", error)
 
     def _read(self) -> None:
-        """Add waiting sequences to the batch until a chunk of a prompt was computed; cached prefixes cost nothing."""
+        """Add waiting sequences to the batch until a chunk of a prompt has been computed."""
         while self._reading is not None or self._begin():
             assert self._reading is not None
             sequence, chunks = self._reading
@@ -300,7 +299,7 @@ class Batch:
                 self._end(sequence, "error" if sequence._failed else sequence._cancelled or "", sequence._failed)
 
     def _begin(self) -> bool:
-        """Start to read the prompt of the first waiting sequence, if a slot is free."""
+        """Start reading the prompt of the first waiting sequence, if a slot is free."""
         with self._changed:
             if not self._waiting or not self._free():
                 return False
@@ -309,7 +308,7 @@ class Batch:
             return True
 
     def _chunks(self, ids: list[int]) -> Generator[int]:
-        """Read a prompt as :meth:`Decoder.add` does, except for what the prefix cache has."""
+        """:meth:`Decoder.add` with the prefix cache."""
         read = ids[:-1]
         yield from self._decoder.add(torch.tensor([ids], dtype=torch.int64), self.prefixes.find(read))
         row = len(self._live)
@@ -330,7 +329,6 @@ class Batch:
         self._take(list(zip(self._live, logits_BV, strict=True)))
 
     def _drop_waiting(self) -> None:
-        """Remove sequences that were cancelled while they waited."""
         with self._changed:
             gone = [sequence for sequence in self._waiting if sequence._cancelled]
             for sequence in gone:

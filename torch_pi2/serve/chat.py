@@ -1,6 +1,4 @@
-"""Chats: templates turn messages into token ids, and ``ChatSession`` is a conversation with one model, whose KV cache
-keeps what was read before.
-"""
+"""Chat templates, and ``ChatSession``, a conversation with one model that reuses its KV cache."""
 
 from __future__ import annotations
 
@@ -19,7 +17,6 @@ from torch_pi2.errors import ConfigError, ShapeError
 
 
 def has_template(tokenizer: Any) -> bool:
-    """Whether ``tokenizer`` has a chat template."""
     return bool(getattr(tokenizer, "chat_template", None))
 
 
@@ -39,10 +36,10 @@ def template_of(tokenizer: Any, tools: Sequence[dict[str, Any]] | None = None) -
 def chat_ids(
     tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None
 ) -> list[int]:
-    """Token ids of ``messages``, with ``tools`` that may be called, and of the beginning of the answer.
+    """Token ids of ``messages``, with callable ``tools``, up to the beginning of the answer.
 
     Raises:
-        ConfigError: there is no template, or it does not take these messages.
+        ConfigError: there is no template, or it refuses these messages.
     """
     template = template_of(tokenizer, tools)
     try:
@@ -59,7 +56,7 @@ def chat_ids(
 
 @dataclass
 class ReplyStats:
-    """What one answer took.
+    """Statistics of one answer.
 
     Attributes:
         prompt_tokens: of the conversation with the question; known: those already in the KV cache.
@@ -76,15 +73,14 @@ class ReplyStats:
 
 
 class ChatSession:
-    """A conversation with ``model``; without a chat template, the model continues a text that both write in turn.
+    """A conversation with ``model``; without a chat template, the model continues the concatenated messages.
 
     Args:
         max_tokens: of the whole conversation. limit: of an answer. sampling: None: greedy. system: the system message.
         compiled: see :class:`~torch_pi2.decode.decoder.Decoder`.
 
     Attributes:
-        messages: the conversation, as chat templates take it. last: of the last answer; None: there was none.
-        template: whether there is a chat template.
+        messages: the conversation. last: statistics of the last answer. template: whether there is a chat template.
     """
 
     def __init__(
@@ -109,15 +105,13 @@ class ChatSession:
         self._fed: list[int] = []  # ids in the KV cache
 
     def reset(self) -> None:
-        """Forget the conversation."""
         self.messages = list(self._system)
 
     def say(self, text: str) -> Iterator[str]:
-        """The answer to ``text``, piece by piece. It ends where the caller stops iterating, or interrupts it.
+        """The answer to ``text``, piece by piece; it ends early if the caller stops iterating.
 
-        Raises:
-            ShapeError: no tokens are left for an answer. ConfigError: the chat template refuses the messages. The
-                conversation is as before.
+        Raises (the conversation is as before):
+            ShapeError: no tokens are left for an answer. ConfigError: the chat template refuses the messages.
         """
         self.messages.append({"role": "user", "content": text})
         try:

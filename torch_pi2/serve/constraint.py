@@ -1,6 +1,6 @@
-"""Which tokens may come next: ``Grammars`` (JSON schemas and tool calls, by llguidance) and ``Penalties``.
+"""Constraints on the next token: ``Grammars`` (JSON schemas and tool calls, with llguidance) and ``Penalties``.
 
-llguidance's native code handles some numbers and depths of schemas badly: :func:`as_object` refuses or bounds these.
+llguidance fails on some numbers and depths of schemas: :func:`as_object` refuses or bounds these.
 """
 
 from __future__ import annotations
@@ -18,36 +18,29 @@ from llguidance.hf import from_tokenizer
 from torch_pi2.errors import ConfigError
 from torch_pi2.serve.tools import ToolCallFormat, ToolSet
 
-#: JSON as Python writes it. Where any blanks are allowed, weak models write nothing else.
+#: JSON as Python writes it. If any whitespace is allowed, weak models write nothing else.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
-
-#: Every reader of JSON agrees on integers up to this (RFC 8259, section 6).
+#: Maximum integer on which every JSON parser agrees (RFC 8259, section 6).
 MOST_INTEGER = (1 << 53) - 1
-#: Different ``$ref``, at most: llguidance follows them by recursion.
+#: Maximum number of different ``$ref``, which llguidance follows recursively.
 MOST_REFERENCES = 500
-#: Keywords whose values are schemas by name, are plain values, and are bounds of numbers.
+#: Keywords whose values are schemas by name, plain values, and bounds of numbers.
 _NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 _VALUES = {"enum", "const"}
 _LEAST, _MOST = {"minimum", "exclusiveMinimum"}, {"maximum", "exclusiveMaximum"}
 
 
 class Constraint(Protocol):
-    """Which tokens may or should come next."""
-
     def allowed(self, scores_V: torch.Tensor) -> torch.Tensor:
-        """``scores_V`` with -inf for tokens that may not come, and lower scores for those that should not."""
+        """``scores_V`` with -inf for forbidden tokens, and lower scores for penalised ones."""
 
     def take(self, token: int) -> bool:
-        """Go on with ``token``. True: the answer is complete, and nothing may follow."""
+        """Continue with ``token``; returns whether the answer is complete."""
 
 
 class Penalties:
-    """Lowers the scores of tokens that have come, as OpenAI's penalties do.
-
-    Args:
-        frequency: for each time. presence: once. within: another constraint that holds as well.
-    """
+    """OpenAI's frequency and presence penalties, on top of the constraint ``within``."""
 
     def __init__(self, frequency: float, presence: float, within: Constraint | None) -> None:
         self._frequency, self._presence, self._within = frequency, presence, within
@@ -66,7 +59,7 @@ class Penalties:
 
 
 class Grammar:
-    """A grammar of llguidance. ``what``: the field of the request that asks for it, for messages."""
+    """A grammar of llguidance. ``what``: the request's field, for messages."""
 
     def __init__(self, matcher: LLMatcher, what: str) -> None:
         self._matcher, self._what = matcher, what
@@ -90,10 +83,10 @@ class Grammar:
 
 
 class Grammars:
-    """Makes constraints for one tokenizer; the first one takes a second.
+    """Makes constraints for one tokenizer; the first takes a second.
 
     Args:
-        tokenizer: a fast one of Hugging Face. ends: ids that end an answer. vocabulary: number of tokens of the model.
+        tokenizer: a fast one from Hugging Face. ends: ids that end an answer. vocabulary: size of the model's.
     """
 
     def __init__(self, tokenizer: Any, ends: Collection[int], vocabulary: int) -> None:
@@ -101,7 +94,7 @@ class Grammars:
         self._ll_tokenizer: Any = None
 
     def bytes_of(self, token: int) -> bytes:
-        """UTF-8 of a token, which may be a part of a character."""
+        """UTF-8 of a token, perhaps part of a character."""
         try:
             found: bytes = self._known("logprobs").decode_bytes([token])
         except ConfigError:  # slow tokenizers have no bytes
@@ -109,7 +102,7 @@ class Grammars:
         return found
 
     def of_schema(self, schema: dict[str, Any] | bool) -> Constraint:
-        """JSON that ``schema`` allows. Raises ConfigError: llguidance does not support the schema or the tokenizer."""
+        """JSON of ``schema``. Raises ConfigError: llguidance does not support the schema or the tokenizer."""
         try:
             grammar = LLMatcher.grammar_from_json_schema(
                 json.dumps(as_object(schema, "response_format")), overrides=_JSON_STYLE
@@ -119,7 +112,7 @@ class Grammars:
         return self._constraint(grammar, "response_format")
 
     def of_tools(self, tools: ToolSet, answer: dict[str, Any] | bool | None = None) -> Constraint:
-        """Calls of ``tools``, or an answer of the schema ``answer`` (None: any text)."""
+        """Calls of ``tools``, or an answer with the schema ``answer`` (None: any text)."""
         return self._constraint(_tool_grammar(tools, self._mark, answer), "tools")
 
     def _constraint(self, grammar: str, what: str) -> Constraint:
@@ -164,7 +157,7 @@ def refused(what: str, found: str) -> ConfigError:
 
 
 def _tool_grammar(tools: ToolSet, mark: Callable[[str], str], answer: dict[str, Any] | bool | None) -> str:
-    """What may be answered, in llguidance's variant of Lark: calls, and, unless one is required, something else.
+    """Grammar in llguidance's variant of Lark: calls, or another answer unless a call is required.
 
     Args:
         mark: writes a mark such as ``<tool_call>`` in the grammar. answer: schema of other answers; None: any text.
@@ -218,13 +211,9 @@ def _json(schema: dict[str, Any]) -> str:
 
 
 def as_object(schema: dict[str, Any] | bool, what: str) -> dict[str, Any]:
-    """``schema`` as an object, with bounds of numbers limited to safe integers.
+    """``schema`` as an object, with bounds of numbers limited to safe integers. ``what``: the request's field.
 
-    Args:
-        what: the field of the request that has it, for messages.
-
-    Raises:
-        ConfigError: it has keywords that an answer could not be held to.
+    Raises ConfigError: it has keywords that cannot be enforced.
     """
     if not isinstance(schema, dict):
         return {} if schema else {"not": {}}

@@ -1,4 +1,4 @@
-"""``Live``: what a served model does right now, as events several times a second for ``/v1/live``."""
+"""``Live``: activity of a served model, as events several times a second for ``/v1/live``."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from torch_pi2.observe.live import Firing, Meter, Spent
 from torch_pi2.rewrite.state import ModelState, SparseState, store_of
 from torch_pi2.serve.model import ServedModel
 
-#: Seconds between two readings, at least and at most. The pause is 100 times the processor time of a reading, so that
-#: readings take a hundredth of a processor.
+#: Minimum and maximum seconds between two readings. The pause is 100 times a reading's CPU time, so readings take 1 %.
 EVERY_S, _MOST_S = 0.25, 2.0
 _PAUSE = 100
-#: Events that are queued for a slow client before the oldest is dropped.
+#: Maximum events queued for a slow client; then the oldest is dropped.
 _MOST_QUEUED = 16
-#: Seconds without an event after which an ``alive`` event is sent, so that dead connections are noticed.
+#: Seconds without an event before an ``alive`` event, which detects dead connections.
 _ALIVE_S = 5.0
-#: Work of a batch's thread whose times are sent.
+#: Work of the batch's thread whose times are sent.
 WORK = ("step", "prompt")
 
 #: Name and data of an event.
@@ -44,10 +43,9 @@ class _Reading:
 
 
 class Live:
-    """Reads the counters of ``served`` from the first listener on until the last has gone.
+    """Reads the counters of ``served`` while there are listeners.
 
-    Args:
-        served: its batch and model are read. together: models in this process; work and times are of all of them.
+    ``together``: number of models in this process, over which counters of work sum.
     """
 
     def __init__(self, served: ServedModel, together: int = 1) -> None:
@@ -60,7 +58,7 @@ class Live:
         self._before: _Reading | None = None
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        """``model`` once, then ``figures`` while there is work, ``idle`` when it ends, and ``alive``."""
+        """``model`` once, then ``figures`` while there is work, ``idle`` after it, and ``alive``."""
         queue: _Queue = asyncio.Queue()
         if self._closed:
             return
@@ -128,7 +126,6 @@ class Live:
         self._firing.stop()
 
     def _about(self) -> dict[str, Any]:
-        """What does not change."""
         served, firing, parts = self._served, self._firing, ModelState.of(self._served.model)
         return {
             "model": served.name,
@@ -152,7 +149,7 @@ class Live:
         )
 
     def _figures(self) -> tuple[dict[str, Any], float]:
-        """What was done since the last time; and the processor time that finding out took."""
+        """Differences since the last reading, and the CPU time that reading took."""
         started = time.thread_time()
         before, now = self._before, self._reading()
         assert before is not None
@@ -186,7 +183,7 @@ async def _next(queue: _Queue) -> Event | Exception | None:
 
 
 def _mean_times(before: Spent, now: Spent) -> dict[str, Any] | None:
-    """Mean times of a round; None: none ended."""
+    """Mean times of a round; None if none ended."""
     rounds = now.rounds - before.rounds
     if not rounds:
         return None
@@ -195,7 +192,7 @@ def _mean_times(before: Spent, now: Spent) -> dict[str, Any] | None:
 
 
 def _since(before: Mapping[str, int], now: Mapping[str, int], names: list[str]) -> dict[str, int]:
-    """Differences of counters; all of them start anew where one has become less, because somebody reset them."""
+    """Differences of counters. If one has decreased, all were reset and count from 0."""
     reset = any(now[name] < before[name] for name in names)
     return {name: now[name] - (0 if reset else before[name]) for name in names}
 
@@ -206,7 +203,7 @@ def _shares(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, floa
 
 
 def _store_figures(before: Mapping[str, int] | None, now: Mapping[str, int] | None) -> dict[str, int] | None:
-    """Neurons wanted and cached, reads and bytes since the last time; the cache now."""
+    """Neurons wanted and cached, reads and bytes since the last reading; the cache now."""
     if before is None or now is None:
         return None
     sums = _since(before, now, ["calls", "wanted", "hits", "reads", "bytes_read"])

@@ -1,4 +1,4 @@
-"""``ServedModel``: one model with its tokenizer and batch; turns requests into sequences, and tokens into text."""
+"""``ServedModel``: a model with tokenizer and batch; converts requests to sequences, and tokens to text."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from torch_pi2.serve.constraint import Constraint, Grammars, Penalties, token_of
 from torch_pi2.serve.requests import ChatRequest, CompletionRequest
 from torch_pi2.serve.tools import ToolCallFormat, ToolSet, format_of
 
-#: Tokens of the prompt that the decoder of a completion's text is given.
+#: Last tokens of a prompt that are used to detokenise its completion.
 _BEFORE = 16
 
 
 @dataclass
 class Piece:
-    """New parts of an answer: text, its tokens, and at the end the reason (``stop`` or ``length``)."""
+    """The next part of an answer: text, its tokens, and at the end ``finish`` (``stop`` or ``length``)."""
 
     text: str
     tokens: list[TokenEvent] = field(default_factory=list)
@@ -41,10 +41,10 @@ class ServedModel:
     """A model that answers requests.
 
     Args:
-        name: as clients call it. model, tokenizer: of Hugging Face. batch: of this model, started.
+        name: for clients. model, tokenizer: from Hugging Face. batch: of this model, started.
 
     Attributes:
-        created: seconds since 1970. model, tokenizer, batch: as given.
+        created: Unix time. model, tokenizer, batch: as given.
     """
 
     def __init__(self, name: str, model: nn.Module, tokenizer: Any, batch: Batch) -> None:
@@ -54,11 +54,10 @@ class ServedModel:
         self._grammars = Grammars(tokenizer, self._ends, self._vocabulary)
 
     def bytes_of(self, token: int) -> bytes:
-        """UTF-8 of a token, which may be a part of a character."""
         return self._grammars.bytes_of(token)
 
     def tools(self, request: CompletionRequest | ChatRequest) -> ToolSet | None:
-        """Functions that an answer may call; None: none. Raises ConfigError: the model's template has no calls."""
+        """Functions that an answer may call, if any. Raises ConfigError: the chat template has no calls."""
         if not isinstance(request, ChatRequest) or not request.callable_tools:
             return None
         return ToolSet(
@@ -69,7 +68,6 @@ class ServedModel:
         )
 
     def _constraint(self, request: CompletionRequest | ChatRequest) -> Constraint | None:
-        """Raises ConfigError: a schema cannot be followed."""
         schema = None if request.response_format is None else request.response_format.schema_wanted
         tools = self.tools(request)
         constraint: Constraint | None = None
@@ -118,7 +116,7 @@ class ServedModel:
     def _text(
         self, request: CompletionRequest | ChatRequest, form: ToolCallFormat | None, prompt: list[int]
     ) -> TextStream:
-        """The text of an answer; a completion continues its prompt, on which its first space may depend."""
+        """The text of an answer. The first space of a completion may depend on its prompt."""
         before = prompt[-_BEFORE:] if isinstance(request, CompletionRequest) else ()
         marks = {token_of(self.tokenizer, mark) for mark in (form.begin, form.end)} if form else set()
         hidden = self._special - marks if marks & self._special else None
@@ -127,7 +125,7 @@ class ServedModel:
     async def answer(
         self, request: CompletionRequest | ChatRequest, prompts: list[list[int]]
     ) -> AsyncIterator[tuple[int, Piece]]:
-        """Pieces of the answers as they come, each with the number of its choice: ``request.n`` of each prompt.
+        """Pieces of answers as they come, each with its choice's number (``request.n`` per prompt).
 
         The sequences are cancelled if the caller stops iterating.
         """
@@ -200,7 +198,7 @@ class ServedModel:
 
 
 def _limit(request: CompletionRequest | ChatRequest, available: int) -> int:
-    """New tokens, at most. OpenAI's defaults are 16 for a completion, and as many as fit for a chat."""
+    """Maximum new tokens. OpenAI's defaults are 16 for a completion, and as many as fit for a chat."""
     if isinstance(request, ChatRequest):
         return request.max_completion_tokens or request.max_tokens or max(1, available)
     return request.max_tokens or 16

@@ -1,4 +1,4 @@
-"""``PrefixCache``: keys and values of the beginnings of prompts, so that a shared prefix is read once."""
+"""``PrefixCache``: keys and values of prompts, so that a shared prefix is computed once."""
 
 from __future__ import annotations
 
@@ -20,18 +20,16 @@ Block = list[torch.Tensor]
 class PrefixCache:
     """Blocks of ``block_tokens`` tokens, named by a hash of their tokens and all tokens before them.
 
-    The last tokens of a prompt, fewer than a block, are kept too, for the same prompt sent again. Blocks that were not
-    used for longest are dropped first; within a prompt the last ones are, because a block is of no use without those
-    before it.
+    An incomplete last block is kept too, for the same prompt sent again. The least recently used blocks are dropped
+    first; within a prompt, the last ones, since a block is useless without those before it.
 
     Args:
-        budget_bytes: for keys and values, at most; 0: nothing is kept.
-        ways: prompt lengths from which on the computation differs, ascending; a block is only used for prompts that are
-            computed in the same way (:func:`~torch_pi2.decode.chunked_prefill.prompt_path_lengths`).
+        budget_bytes: maximum size of keys and values; 0: no cache.
+        ways: prompt lengths from which on layers take another path (see
+            :func:`~torch_pi2.decode.chunked_prefill.prompt_path_lengths`); blocks are only reused on the same path.
 
     Attributes:
-        tokens_found: tokens that were not computed again, since the start. hits: their blocks.
-        bytes: of keys and values now.
+        tokens_found: cached tokens found since the start. hits: their blocks. bytes: current size of the cache.
     """
 
     def __init__(self, budget_bytes: int, block_tokens: int = BLOCK_TOKENS, *, ways: Sequence[int] = ()) -> None:
@@ -52,16 +50,16 @@ class PrefixCache:
         return [block for _, block in found]
 
     def add(self, ids: Sequence[int], copy: Callable[[int, int], Block]) -> None:
-        """Keep the blocks of ``ids``. ``copy(first, end)`` gives keys and values of these tokens."""
+        """Keep the blocks of ``ids``. ``copy(first, end)`` returns their keys and values."""
         if self._budget_bytes:
             self._keep(self._split(ids, copy))
 
     def _root(self, ids: Sequence[int]) -> bytes:
-        """Before the name of the first block: how prompts of this length are computed."""
+        """The name before the first block: the path of prompts of this length."""
         return bytes([bisect.bisect(self._ways, len(ids))])
 
     def _longest(self, before: bytes, ids: Sequence[int]) -> tuple[bytes, Block, int] | None:
-        """Name, block and number of tokens of the longest cached block after ``before`` that ``ids`` begins with."""
+        """Name, block and length of the longest cached block after ``before`` that ``ids`` begins with."""
         for tokens in range(min(self.block_tokens, len(ids)), 0, -1):
             name = _name(before, ids[:tokens])
             if (block := self._blocks.get(name)) is not None:
@@ -77,7 +75,7 @@ class PrefixCache:
             yield name, copy(first, first + len(part)) if block is None else block
 
     def _keep(self, prompt: Iterable[tuple[bytes, Block]]) -> None:
-        """Keep as many blocks of a prompt, the first ones, as the budget allows, and mark them as used."""
+        """Keep the first blocks of a prompt, as many as the budget allows, and mark them as used."""
         names, left = [], self._budget_bytes
         for name, block in prompt:
             size = _bytes_of(block)
@@ -95,7 +93,6 @@ class PrefixCache:
 
 
 def _name(before: bytes, ids: Sequence[int]) -> bytes:
-    """A hash of a block's tokens and of the name of the block before it."""
     return hashlib.blake2b(before + array("q", ids).tobytes(), digest_size=16).digest()
 
 

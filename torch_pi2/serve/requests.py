@@ -1,4 +1,4 @@
-"""Requests of OpenAI's API: their fields and bounds, and fields that are refused because they are not supported."""
+"""Requests of OpenAI's API: fields, bounds, and unsupported fields, which are refused."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-#: Most likely tokens that are reported with each token, at most.
+#: Maximum number of most likely tokens to report with each token.
 MOST_LOGPROBS = 20
-#: Letters of a stop string, at most: text is compared with all of its beginnings.
+#: Maximum length of a stop string: text is compared with all of its prefixes.
 MOST_STOP = 1000
-#: Unsupported fields that would change the answer, and their values without effect.
+#: Unsupported fields that would change the answer, and their neutral values.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "function_call": (None, "none", "auto"),
@@ -60,7 +60,7 @@ class FunctionCall(BaseModel):
 
     @property
     def values(self) -> Any:
-        """The arguments as templates take them: a dict, or the text if it is no JSON object."""
+        """The arguments for a template: a dict, or the text if it is not a JSON object."""
         try:
             value = json.loads(self.arguments or "{}")
         except (ValueError, RecursionError):
@@ -110,7 +110,7 @@ class Message(BaseModel):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """As Hugging Face's templates take it: without missing fields, arguments as dicts."""
+        """For Hugging Face's templates: without missing fields, arguments as dicts."""
         message = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
         message |= {"role": "system" if self.role == "developer" else self.role, "content": self.content or ""}
         if self.tool_calls:
@@ -130,12 +130,10 @@ class ToolFunction(BaseModel):
 
     @property
     def schema_wanted(self) -> dict[str, Any]:
-        """The schema of the arguments; without ``parameters`` there are none."""
         none = {"type": "object", "properties": {}, "additionalProperties": False}
         return none if self.parameters is None else {"type": "object"} | self.parameters
 
     def for_template(self) -> dict[str, Any]:
-        """As Hugging Face's templates take it."""
         parameters = {"type": "object", "properties": {}} if self.parameters is None else self.parameters
         about = {} if self.description is None else {"description": self.description}
         return {"type": "function", "function": {"name": self.name, **about, "parameters": parameters}}
@@ -223,7 +221,7 @@ class GenerationRequest(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _defaults(cls, value: Any) -> Any:
-        """OpenAI's null means the default."""
+        """A null means the default."""
         if not isinstance(value, dict):
             return value
         defaults = {name for name, field in cls.model_fields.items() if not field.is_required()}
@@ -340,14 +338,12 @@ class ChatRequest(GenerationRequest):
 
     @property
     def callable_tools(self) -> list[Tool]:
-        """Tools that may be called."""
         chosen = self._chosen
         none = self.tool_choice == "none"
         return [tool for tool in self.tools if not none and (chosen is None or tool.function.name in chosen)]
 
     @property
     def call_required(self) -> bool:
-        """Whether a tool has to be called."""
         choice = self.tool_choice
         if isinstance(choice, AllowedTools):
             return choice.allowed_tools.mode == "required"
@@ -360,12 +356,11 @@ class ChatRequest(GenerationRequest):
 
     @property
     def template_tools(self) -> list[dict[str, Any]] | None:
-        """Tools as templates take them; None: none may be called."""
         return [tool.function.for_template() for tool in self.callable_tools] or None
 
     @property
     def template_messages(self) -> list[dict[str, Any]]:
-        """The messages as templates take them; results of tools get the name of the function."""
+        """The messages for a template; results of tools get the name of the function."""
         names: dict[str | None, str] = {}
         messages = []
         for message in self.messages:

@@ -1,4 +1,4 @@
-"""Bodies and stream chunks of OpenAI's API."""
+"""Response bodies and stream chunks of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Response:
     """An answer of several choices, as it grows.
 
     Args:
-        name: its id. created: seconds since 1970. served: the model that answers. prompts: token ids.
+        name: its id. created: Unix time. served: the model. prompts: token ids.
     """
 
     kind = chunk_kind = ""
@@ -50,7 +50,6 @@ class Response:
         }
 
     def body(self) -> dict[str, Any]:
-        """The whole answer."""
         choices = [self._choice(i, self._texts[i], self._tokens[i]) for i in range(len(self._texts))]
         return {**self._head, "object": self.kind, "choices": choices, "usage": self.usage()}
 
@@ -60,14 +59,13 @@ class Response:
         return {**self._head, "object": self.chunk_kind, "choices": choices, **usage}
 
     def chunks(self, number: int, piece: Piece) -> Iterator[dict[str, Any]]:
-        """The chunks to send for a piece."""
         raise NotImplementedError
 
     def _choice(self, number: int, text: str, tokens: list[TokenEvent]) -> dict[str, Any]:
         raise NotImplementedError
 
     def _text(self, token: int) -> str:
-        """Of a token; a part of a character is written as bytes, in OpenAI's form."""
+        """Text of a token; bytes in OpenAI's form if it is part of a character."""
         data = self._served.bytes_of(token)
         try:
             return data.decode()
@@ -93,7 +91,7 @@ class CompletionResponse(Response):
             yield self.chunk([self._choice(number, piece.text, piece.tokens)])
 
     def _offset(self, number: int, token: int) -> int:
-        """Letters of the tokens before this one, whether they were sent or held back."""
+        """Number of characters in the tokens before this one, sent or held back."""
         before = self._letters[number]
         self._letters[number] += len(self._decoders[number].decode(self._served.bytes_of(token)))
         return before
@@ -139,7 +137,7 @@ class ChatResponse(Response):
             yield self.chunk([{"index": number, **more}])
 
     def _delta(self, number: int, piece: Piece) -> dict[str, Any]:
-        """Add ``piece`` to the choice; what is new in it."""
+        """Add ``piece`` to the choice; returns OpenAI's delta."""
         parser, text, calls = self._parsers[number], piece.text, list[dict[str, Any]]()
         if parser is not None:
             parts = list(parser.add(piece.text, last=piece.finish is not None))
@@ -177,7 +175,6 @@ class ChatResponse(Response):
 
 
 def _merged(parts: list[ToolCallDelta]) -> list[dict[str, Any]]:
-    """OpenAI's deltas, one for each call."""
     deltas: list[dict[str, Any]] = []
     for part in parts:
         head = {} if part.name is None else {"id": part.id, "type": "function"}
@@ -187,7 +184,6 @@ def _merged(parts: list[ToolCallDelta]) -> list[dict[str, Any]]:
 
 
 def _extend(calls: list[dict[str, Any]], delta: dict[str, Any]) -> None:
-    """Add a delta, which begins another call or continues the last."""
     if calls and calls[-1]["index"] == delta["index"]:
         calls[-1]["function"]["arguments"] += delta["function"]["arguments"]
     else:

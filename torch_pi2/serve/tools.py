@@ -1,4 +1,4 @@
-"""Tool calls: the format that a chat template shows, and ``ToolCallParser``, which finds calls in streamed text."""
+"""Tool calls: their format by chat template, and ``ToolCallParser``, which finds them in streamed text."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from torch_pi2.serve.requests import ToolFunction
 
 @dataclass(frozen=True)
 class ToolCallFormat:
-    """How a model writes calls: ``begin``, one or more objects ``{"name": ..., arguments: {...}}``, then ``end``.
+    """Syntax of calls: ``begin``, one or more objects ``{"name": ..., arguments: {...}}``, then ``end``.
 
     Attributes:
-        opens, closes: between ``begin`` and the first object, and between the last object and ``end``.
+        opens, closes: text between ``begin`` and the first object, and between the last object and ``end``.
         between: separates objects after one ``begin``; None: each has its own ``begin``.
         bare: an answer that starts with an object is a call without ``begin``.
         several: whether models were trained to make more than one call in an answer.
-        id_letters: of a call's id, where the template requires a fixed length; 0: it does not.
+        id_letters: length of a call's id if the template requires it, else 0.
     """
 
     begin: str
@@ -48,11 +48,7 @@ MISTRAL = ToolCallFormat("[TOOL_CALLS]", "]", opens=" [", between=", ", id_lette
 
 @dataclass(frozen=True)
 class ToolSet:
-    """Functions that an answer may call.
-
-    Attributes:
-        required: it has to call one. several: it may call more than one.
-    """
+    """Functions that an answer may call; ``required``: it has to; ``several``: more than one call is allowed."""
 
     form: ToolCallFormat
     functions: tuple[ToolFunction, ...]
@@ -67,7 +63,7 @@ class ToolSet:
 
 @lru_cache(maxsize=64)
 def format_of(template: str) -> ToolCallFormat:
-    """The format in the text of a chat template. Raises ConfigError: it takes no tools, or has an unknown format."""
+    """The format in a chat template's text. Raises ConfigError: no tools, or an unknown format."""
     if not re.search(r"\btools\b", template):
         raise ConfigError(
             "tools",
@@ -93,7 +89,7 @@ def format_of(template: str) -> ToolCallFormat:
 
 @dataclass(frozen=True)
 class ToolCallDelta:
-    """More of call ``number``: ``arguments``, JSON as it was written; with the first delta its ``id`` and ``name``."""
+    """More ``arguments`` (raw JSON) of call ``number``; the first delta has its ``id`` and ``name``."""
 
     number: int
     arguments: str
@@ -109,14 +105,8 @@ _Reading = Generator[str | ToolCallDelta, None, bool]
 class ToolCallParser:
     """Splits streamed text into plain text (``str``) and calls (:class:`ToolCallDelta`).
 
-    A call is reported as soon as its name is known, and its arguments as they come. What looks like a call and is none
-    (of an unknown function, or not JSON) is plain text.
-
-    Args:
-        names: of functions that may be called.
-
-    Attributes:
-        count: calls so far.
+    A call is reported as soon as its name is known, and its arguments as they come. Calls of unknown functions, or
+    with invalid JSON, are plain text. ``names``: callable functions. ``count``: calls so far.
     """
 
     def __init__(self, form: ToolCallFormat, names: Collection[str]) -> None:
@@ -133,7 +123,7 @@ class ToolCallParser:
         return self._reads in (self._text, self._between)
 
     def add(self, text: str, last: bool = False) -> Iterator[str | ToolCallDelta]:
-        """What is certain now. ``last``: no more text follows."""
+        """Parse more text; yields what is certain. ``last``: no more text follows."""
         self._rest += text
         while (yield from self._reads(last)):
             pass
@@ -202,7 +192,7 @@ class ToolCallParser:
         return end is not None
 
     def _tail(self, last: bool) -> _Reading:
-        """Drop what follows the arguments in their object."""
+        """Drop the rest of the call's object after its arguments."""
         end = self._object_end.find(self._rest)
         self._rest = "" if end is None else self._rest[end:]
         self._object_end.restart()
@@ -224,7 +214,7 @@ class ToolCallParser:
 
 
 def _call_in(text: str) -> tuple[str, str] | None:
-    """Name and arguments of a call whose fields are in another order; None: it is no call."""
+    """Name and arguments of a call whose fields are in another order; None if it is not a call."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -237,14 +227,14 @@ def _call_in(text: str) -> tuple[str, str] | None:
 
 
 class _ObjectEnd:
-    """Finds the end of a JSON object in streamed text. ``depth``: braces that are open before it."""
+    """Finds the end of a JSON object in streamed text. ``depth``: open braces before it."""
 
     def __init__(self, depth: int = 0) -> None:
         self._depth, self._at = depth, 0
         self._quoted = self._escaped = False
 
     def find(self, text: str) -> int | None:
-        """The index behind the last brace; None: not in ``text``, which begins with what was searched before."""
+        """The index after the last brace, if it is in ``text``, which begins with the text of the last call."""
         for at in range(self._at, len(text)):
             letter = text[at]
             if self._quoted:
@@ -266,5 +256,5 @@ class _ObjectEnd:
         return None
 
     def restart(self) -> None:
-        """The next text does not contain what was searched."""
+        """The next text does not begin with the searched one."""
         self._at = 0

@@ -343,12 +343,9 @@ def _write(out: Path, student: Any, tokenizer: Any, code: Code | None, report: S
             for path in Path(source).glob("*.py"):
                 shutil.copyfile(path, staging / path.name)
         (staging / REPORT_FILE).write_text(json.dumps(report.to_json(), indent=1) + "\n")
-        write_part(staging, _card(report, out), source, "transformers", out.name)
-
-
-def _card(report: SparsifyReport, out: Path) -> str:
-    text = (
-        "Trained by `torch-pi2 sparsify`; settings and curves are in `sparsify.json`. This is an ordinary checkpoint; "
-        "the command below makes use of the zeros."
-    )
-    return section("Sparsified", report.lines(), text, f"torch-pi2 optimize {out.name} --out {out.name}-fast")
+        text = (
+            "Trained by `torch-pi2 sparsify`; settings and curves are in `sparsify.json`. This is an ordinary "
+            "checkpoint; the command below makes use of the zeros."
+        )
+        card = section("Sparsified", report.lines(), text, f"torch-pi2 optimize {out.name} --out {out.name}-fast")
+        write_part(staging, card, source, "transformers", out.name)
