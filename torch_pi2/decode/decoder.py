@@ -38,7 +38,7 @@ from torch_pi2.layers.prompt import chunks_of_prompt, single_steps
 from torch_pi2.ops.constants import constants
 from torch_pi2.rewrite.state import ModelState, store_of
 
-#: Most tokens of a :meth:`Decoder.verify`: from 12 on, layers with int8 activations may have other last bits.
+#: Maximum tokens of :meth:`Decoder.verify`: from 12 on, layers with int8 activations may have other last bits.
 VERIFIED = 8
 
 #: Inductor settings of a step. Size asserts cost more than the small kernels between our operators, and waking a second

@@ -104,7 +104,7 @@ def profile(
     return ActivationStats(layers, weights_hash(model, list(sites)), made_by)
 
 
-#: Tokens sampled per layer to measure its output error (7B: 2 MB each), and per expert, of which there are many.
+#: Tokens sampled to measure output errors, per layer (7B: 2 MB) and per expert.
 SAMPLE_TOKENS, EXPERT_TOKENS = 256, 32
 
 

@@ -274,7 +274,7 @@ async def _answered(served: ServedModel, body: CompletionRequest | ChatRequest, 
     pieces = served.answer(body, prompts)
     if not body.stream:
         return JSONResponse(await _unless_disconnected(request, _whole(answer, pieces)))
-    # a refusal is an error of its own only before the stream begins
+    # an error gets its own status only before the stream begins
     first = await _unless_disconnected(request, anext(pieces))
     if first is None:
         return JSONResponse(None)

@@ -1,4 +1,4 @@
-"""The model to train: the dense one with another activation in its FFNs; for dReLU with its own modelling code."""
+"""The model to train: the dense one with another activation in its FFNs; for dReLU with new modelling code."""
 
 from __future__ import annotations
 

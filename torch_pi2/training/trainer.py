@@ -238,7 +238,7 @@ def train(
     from transformers import PrinterCallback, Trainer, TrainerCallback
 
     class Callback(Steering, TrainerCallback):
-        """With all events of Trainer."""
+        """Steering, and no-ops for Trainer's other events."""
 
     loss = SparseLoss(zeros, settings, teacher, _FIRST_NATS / begins.penalty)
     steering = Callback(loss, heldout_NT, begins.mean_zeros, progress)
