@@ -73,9 +73,6 @@ def _search(
         data: its first batch is the example if inputs cannot be guessed.
         stats: sites are read up first or gate first as there.
         needed: raise if there is no layer.
-
-    Raises:
-        ConfigError, StaleArtifactError: ``stats`` are of another model.
     """
     inputs: dict[str, Any] = {}
     if is_mapped(model):  # no weights are needed
@@ -111,9 +108,6 @@ def profile(
         data: text, token ids, or batches: see :func:`torch_pi2.profiling.data.batches`.
         tokenizer: for text (default: from the folder that the model was loaded from).
         config, fields: settings, as one object or as keywords (``sparsity=0.7``).
-
-    Raises:
-        Pi2Error: see :mod:`torch_pi2.errors`.
     """
     config = configured(config, fields)
     with on_the_cpu(model):
@@ -141,7 +135,6 @@ def _profile(
 
 
 def _warn_of_few(stats: ActivationStats) -> None:
-    """Warn about experts with too few calibration tokens."""
     experts = [layer for layer in stats if layer.experts is not None]
     few = [layer for layer in experts if layer.borrowed]
     if few:
@@ -405,7 +398,6 @@ def _optimize(
 
 
 def _say_lossy(parts: SparseState, config: Config) -> None:
-    """Log what is lossy; a warning if ``auto`` chose it."""
     methods = lossy_methods(parts.plan)
     if not methods:
         return

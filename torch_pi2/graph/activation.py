@@ -129,9 +129,7 @@ def _with_numbers(
 
 
 def _with_cut(region: Region, probes: Sequence[torch.Tensor], intermediate: int) -> Iterator[Formula]:
-    """Formulas that cut gates at a number of standard deviations above their mean, fitted with one gate that stands
-    out.
-    """
+    """Formulas with ``sigmas``, fitted with one gate that stands out; the caller checks them everywhere."""
     high, n = 1000.0, intermediate
     fused = probes[0].shape[-1] == 2 * n
     plain = not fused and len(probes) == 1

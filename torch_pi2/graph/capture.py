@@ -71,8 +71,14 @@ def capture(
         CalibrationError: no inputs given and none can be guessed, or the model refuses those given.
         UnsupportedModelError: Dynamo cannot capture the model; the message has its reason.
     """
-    if not on_meta:
-        _refuse_meta(model)
+    valueless = [] if on_meta else [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if valueless:
+        raise DeviceError(
+            "device of the model",
+            expected="cpu",
+            found=f"meta ({len(valueless)} parameters without data, e.g. {valueless[0]})",
+            fix="Load the weights first (from_pretrained, or load_state_dict(..., assign=True)).",
+        )
     if isinstance(model, torch._dynamo.OptimizedModule):
         raise UnsupportedModelError(
             "model",
@@ -152,17 +158,6 @@ def _constants_on_meta(on: bool) -> Iterator[None]:
         yield
     finally:
         fake_tensor_tls.allow_non_fake_inputs_override = before
-
-
-def _refuse_meta(model: nn.Module) -> None:
-    names = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if names:
-        raise DeviceError(
-            "device of the model",
-            expected="cpu",
-            found=f"meta ({len(names)} parameters without data, e.g. {names[0]})",
-            fix="Load the weights first (from_pretrained, or load_state_dict(..., assign=True)).",
-        )
 
 
 def _explain(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], error: Exception) -> None:

@@ -50,7 +50,12 @@ def looks_like_experts(module: nn.Module) -> bool:
     if {_GATE_UP, _DOWN} <= set(own) or (several and any(_ABOUT_EXPERTS.search(name) for name in names)):
         return True
     within = [p for p in module.parameters() if p.dim() > 1]
-    return not own and _is_routed(arguments) and len(within) > 1 and not any(map(_is_linear, module.modules()))
+    return (
+        not own
+        and _is_routed(arguments)
+        and len(within) > 1
+        and not any(isinstance(m, nn.Linear) for m in module.modules())
+    )
 
 
 def _arguments(module: nn.Module) -> tuple[str, ...]:
@@ -59,10 +64,6 @@ def _arguments(module: nn.Module) -> tuple[str, ...]:
 
 def _is_routed(arguments: Sequence[str]) -> bool:
     return len(arguments) == len(ARGUMENTS) and all(a in names for a, names in zip(arguments, ARGUMENTS))
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear)
 
 
 def experts_form(module: nn.Module, tried: dict[Any, str] | None = None) -> ExpertsForm | str:
@@ -111,11 +112,6 @@ def parameter_shapes(form: ExpertsForm) -> dict[str, tuple[int, ...]]:
         if form.biases:
             found[f"{name}_bias"] = (form.experts, n_out)
     return found
-
-
-def is_sorted(module: nn.Module) -> bool:
-    """Whether a module of experts takes rows sorted by expert, without routing."""
-    return _arguments(module) == ("hidden_states",)
 
 
 def _settings(module: nn.Module) -> Any:
@@ -201,14 +197,12 @@ def all_experts(model: nn.Module) -> tuple[dict[str, ExpertsForm], dict[str, str
     return known, unknown
 
 
-def _whole(module: nn.Module) -> bool:
-    """Whether ``module`` has more than one matmul of each expert, so that only its own code can compute them."""
-    return sum(p.dim() == 3 for p in module.parameters(recurse=False)) > 1
-
-
 def check_known_experts(what: str, model: nn.Module) -> None:
     """Raises UnsupportedModelError if a module of experts in ``model`` has an unknown form."""
-    reasons = {reason: None for name, reason in all_experts(model)[1].items() if _whole(model.get_submodule(name))}
+    reasons: dict[str, None] = {}
+    for name, reason in all_experts(model)[1].items():
+        if sum(p.dim() == 3 for p in model.get_submodule(name).parameters(recurse=False)) > 1:
+            reasons[reason] = None  # the module itself computes several matmuls of each expert
     if reasons:
         raise UnsupportedModelError(
             what,
@@ -267,7 +261,7 @@ def probe_experts(model: Any, sites: Sequence[FFNSite]) -> ExpertsProbe:
     """
     first = sites[0]
     module = model.get_submodule(str(first.experts))
-    if is_sorted(module):
+    if _arguments(module) == ("hidden_states",):
         return _probe_sorted(model, sites, module.get_parameter(first.up.weight.rpartition(".")[2]).shape[0])
     count, dtype = len(sites), first.weights(model).up.dtype
     choices = min(_PROBE_CHOICES, count)

@@ -229,7 +229,6 @@ def _site(model: nn.Module, match: Match, graph: CapturedGraph, names: Names, la
 
 
 def _common_owner(names: Sequence[str]) -> str:
-    """Deepest module that contains all these parameters."""
     first, *others = (name.split(".")[:-1] for name in names)
     for other in others:
         first = _shared(first, other)
@@ -247,7 +246,6 @@ def _names_with_deepest_owner(aliases: Sequence[Sequence[str]]) -> tuple[str, ..
 
 
 def _shared(one: Sequence[str], other: Sequence[str]) -> list[str]:
-    """The common prefix."""
     return [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other))]
 
 

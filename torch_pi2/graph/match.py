@@ -170,7 +170,11 @@ def match_ffns(gm: fx.GraphModule, tensors: Tensors, buffers: Tensors | None = N
     """
     seen = Seen({node: index for index, node in enumerate(gm.graph.nodes)})
     held = {**(buffers or {}), **tensors}
-    projections = _projections(gm.graph, held)
+    projections: dict[fx.Node, Projection] = {}
+    for node in gm.graph.nodes:
+        projection = _as_matmul(node, held) or _as_bias_add(node, projections, held)
+        if projection is not None:
+            projections[node] = projection
     inner = {node for p in projections.values() for node in p.nodes[:-1]}
     seen.linears = len(projections) - len(inner & projections.keys())
     matches: list[Match] = []
@@ -184,15 +188,6 @@ def match_ffns(gm: fx.GraphModule, tensors: Tensors, buffers: Tensors | None = N
             matches.append(match)
             taken.update(match.inside, down.nodes)
     return matches, seen
-
-
-def _projections(graph: fx.Graph, tensors: Tensors) -> dict[fx.Node, Projection]:
-    found: dict[fx.Node, Projection] = {}
-    for node in graph.nodes:
-        projection = _as_matmul(node, tensors) or _as_bias_add(node, found, tensors)
-        if projection is not None:
-            found[node] = projection
-    return found
 
 
 def _is_parameter(node: Any, tensors: Tensors, dims: int) -> bool:
@@ -342,7 +337,6 @@ def _match_down(gm: fx.GraphModule, walk: Walk, tensors: Tensors, taken: set[fx.
 
 
 def _scaled(node: fx.Node) -> tuple[fx.Node, float] | None:
-    """See :attr:`Match.scaled`."""
     user = next(iter(node.users), None)
     if user is None or len(node.users) != 1 or op_name(user.target) not in ("mul", "multiply") or user.kwargs:
         return None
@@ -500,7 +494,6 @@ def _evaluate(
     region: Sequence[fx.Node],
     probes: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """Run the region's nodes on probes given for its sources."""
     values: dict[fx.Node, Any] = {p.node: probe for p, probe in zip(sources, probes)}
 
     def value(node: fx.Node) -> Any:

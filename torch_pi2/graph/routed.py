@@ -32,9 +32,7 @@ class Routed(NamedTuple):
 
     @staticmethod
     def of(args: Sequence[Any], kwargs: Mapping[str, Any], experts: int) -> Routed:
-        """Arguments of a call, for a module of ``experts`` experts; rows sorted by expert become tokens of one expert
-        each.
-        """
+        """Arguments of a call; rows sorted by expert become tokens of one expert each."""
         if len(args) + len(kwargs) == 1:
             x_TH = args[0] if args else kwargs[ARGUMENTS[0][0]]
             expert_T = torch.arange(experts, dtype=torch.int64, device=x_TH.device)

@@ -27,9 +27,7 @@ _MORE = "more matmuls than gate, up and down"
 
 
 def skipped_layers(matches: Sequence[Match], seen: Seen) -> list[tuple[list[Projection], str]]:
-    """Layers that look feed-forward and share no matmul with a match or an entry of ``seen``; format of
-    ``seen.left``.
-    """
+    """Layers that look feed-forward, apart from those of matches and ``seen``; as ``seen.left``."""
     taken = {n for m in matches for n in (*m.inside, *m.down.nodes)}
     taken |= {n for projections, _ in (*seen.unknown, *seen.left) for p in projections for n in p.nodes}
     skipped: list[tuple[list[Projection], str]] = []

@@ -191,9 +191,7 @@ class SparseExperts(nn.Module):
         return [self._buffers[name] for name in _BIASES]
 
     def check_gpu_has_kernels(self) -> None:
-        """Raises DeviceError or UnsupportedModelError: biases, neurons of two formats, sign-bit predictors, or an
-        activation with numbers.
-        """
+        """Raises DeviceError or UnsupportedModelError if no GPU kernel computes such experts."""
         check_gpu_has_kernels(self.site, self.weights, self.predictor_kind)
         if any(bias is not None for bias in self.biases()):
             raise stays(f"{self.site.key}, whose experts have biases")
@@ -207,9 +205,7 @@ class SparseExperts(nn.Module):
         return self.predictor(), self.predictor_kind, cuts, rows, self.int8_activations and bool(rows)
 
     def split_off(self, there: Sequence[int], link: TransferBuffer, neuron_rows: torch.Tensor | None = None) -> None:
-        """Compute the experts ``there`` on the GPU of ``link``, which inputs and results are then on; see
-        :class:`~torch_pi2.layers.gpu.HybridExperts`. Raises as :meth:`check_gpu_has_kernels`.
-        """
+        """Compute the experts ``there`` on the GPU of ``link``, where inputs and results are from then on."""
         self.check_gpu_has_kernels()
         self.split = HybridExperts(self, there, link, neuron_rows)
 
@@ -253,7 +249,7 @@ class SparseExperts(nn.Module):
 
     def dense_values(self) -> dict[str, torch.Tensor]:
         """:meth:`dense_value` of all parameters."""
-        return {name: self.dense_value(name) for name in self.expert(0).dense_names()}
+        return {name: self.dense_value(name) for name in dict.fromkeys(self.sites[0].parameter_names)}
 
     def load_value(self, name: str, value: torch.Tensor) -> None:
         """See :meth:`SparseFFN.load_value`."""

@@ -321,9 +321,7 @@ class SparseFFN(DenseForm):
         self.split = HybridFFN(self, n_gpu, link, neuron_rows)
 
     def check_gpu_has_kernels(self) -> None:
-        """Raises DeviceError or UnsupportedModelError: neurons of two formats, thresholds per neuron, a sign-bit
-        predictor, or an activation with numbers.
-        """
+        """Raises DeviceError or UnsupportedModelError if no GPU kernel computes this layer."""
         check_gpu_has_kernels(self.site, self.weights, self.predictor_kind)
         if self.thresholds is not None:
             raise stays(f"{self.site.key}, whose neurons have thresholds of their own")

@@ -56,9 +56,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def check_gpu(device: torch.device) -> None:
-    """Raises DeviceError if the Triton kernels cannot run: no GPU, an old one, not torch's current one, or no
-    Triton.
-    """
+    """Raises DeviceError without Triton, or a GPU that it supports and that is torch's current one."""
     if importlib.util.find_spec("triton") is None:
         raise DeviceError(
             "layers on a GPU",
@@ -209,9 +207,7 @@ class HybridFFN:
 
     @torch.compiler.disable(reason=_UNORDERED)
     def __call__(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
-        """``layer(x)`` for ``x [..., H]`` on the GPU: both parts' results have ``x``'s dtype and are added in float32.
-        Threads take turns.
-        """
+        """``layer(x)`` on the GPU; the parts' results are added in float32. Threads take turns."""
         self._follow(layer)
         y: torch.Tensor
         if self.cold is None:
@@ -268,9 +264,7 @@ class HybridExperts:
 
     @torch.compiler.disable(reason=_UNORDERED)
     def __call__(self, layer: Any, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
-        """``layer(x)`` for ``x [T, H]`` on the GPU, expert indices and routing weights ``[T, k]``: both parts' results
-        have ``x``'s dtype and are added in float32. Threads take turns.
-        """
+        """``layer(x, index, routing)`` on the GPU; the parts' results are added in float32. Threads take turns."""
         y: torch.Tensor
         if len(self.there) == self.experts:
             y = self._on_gpu(x, index, routing)
@@ -296,9 +290,7 @@ class HybridExperts:
         return y
 
     def _cold(self, index_Tk: torch.Tensor) -> torch.Tensor:
-        """Indices of experts that the CPU computes. Invalid ones stay, for the operator to refuse; -1 means no
-        expert.
-        """
+        """Indices with experts on the GPU as no expert; invalid ones stay, for the operator to refuse."""
         known_Tk = index_Tk.clamp(-1, self.experts)
         return torch.where(known_Tk == index_Tk, self._cold_E1[known_Tk], index_Tk)
 

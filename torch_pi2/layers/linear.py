@@ -155,10 +155,10 @@ class QuantLinear(_OverRows):
         y: torch.Tensor = torch.ops.pi2.linear(x, self.rows, self.bias, self.weights, self.int8_activations)
         return y
 
-    def dequantized(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The dequantised weight ``[N, K]`` in ``dtype`` (None: the float layer's)."""
-        rows = self.in_row_order()
-        w_NK: torch.Tensor = torch.ops.pi2.dequantize(rows, self.weights, self.in_features, dtype or self.dtype)
+    def dequantized(self) -> torch.Tensor:
+        """The dequantised weight ``[N, K]`` in the float layer's dtype."""
+        w_NK: torch.Tensor
+        w_NK = torch.ops.pi2.dequantize(self.in_row_order(), self.weights, self.in_features, self.dtype)
         return w_NK
 
     def use_blocks(self) -> None:

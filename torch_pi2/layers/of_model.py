@@ -16,9 +16,7 @@ Replacement = SparseFFN | SparseExperts | FusedIdentity | LazySource | LazyDown
 
 
 def sparse_layers(model: nn.Module) -> list[SparseFFN]:
-    """The sparse layers in ``model`` in order of execution; experts one by one, over views of their module's
-    buffers.
-    """
+    """The sparse layers in ``model`` in order of execution; experts as layers over views of their buffers."""
     layers = [layer for home in homes(model) for layer in layers_of(home)]
     return sorted(layers, key=lambda layer: layer.site.layer)
 

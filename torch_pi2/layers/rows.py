@@ -15,7 +15,7 @@ from torch_pi2.formats import row_bytes
 from torch_pi2.ops.quantized import RelativeError, quantize
 from torch_pi2.ops.rows import row_of_neurons
 from torch_pi2.types.method import LOSSY
-from torch_pi2.types.site import FFNSite, FFNWeights, LinearRef
+from torch_pi2.types.site import FFNSite, FFNWeights
 
 #: Size in float32 of the rows quantised at a time.
 _CHUNK_BYTES = 32 << 20
@@ -45,9 +45,6 @@ def make_quantized_rows(
         importance: ``[H]`` float32, weight of the squared error in a column of gate and up (mean square of their
             input). A down column multiplies a single number, so its errors count equally.
         given: role -> rows ``[I, row_bytes(H)]`` in the model's order, used as they are.
-
-    Raises:
-        NonFiniteError: see :func:`torch_pi2.ops.quantized.quantize`.
     """
     refs = [("gate", weights.gate, site.gate), ("up", weights.up, site.up), ("down", weights.down.T, site.down)]
     rows = [(role, w, ref) for role, w, ref in refs if w is not None and ref is not None]
@@ -123,11 +120,6 @@ class DenseForm(nn.Module):
         """Dtype of the float parameters; of a quantised layer, of those it replaced."""
         return self.neuron_rows.dtype if self.weights == "float" else self._dtype
 
-    def parts(self) -> list[tuple[LinearRef, str]]:
-        """The site's matmuls with their roles, gate before up."""
-        gate = [] if self.site.gate is None else [(self.site.gate, "gate")]
-        return [*gate, (self.site.up, "up"), (self.site.down, "down")]
-
     def projection(self, role: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weight and bias of ``gate``, ``up`` (``[I, H]``) or ``down`` (``[H, I]``) in original neuron order."""
         rows = self.site.rows_per_neuron
@@ -146,7 +138,7 @@ class DenseForm(nn.Module):
         Bit-identical to the original; dequantised if the layer is quantised.
         """
         value: torch.Tensor | None = None
-        for ref, role in self.parts():
+        for role, ref in self.site.refs.items():
             if name in (ref.weight, ref.bias):
                 weight, bias = self.projection(role)
                 own = replace(ref, expert=None)  # this layer is one expert
@@ -158,11 +150,8 @@ class DenseForm(nn.Module):
         assert value is not None
         return value
 
-    def dense_names(self) -> list[str]:
-        return [*dict.fromkeys(name for ref, _ in self.parts() for name in (ref.weight, ref.bias) if name is not None)]
-
     def dense_values(self) -> dict[str, torch.Tensor]:
-        return {name: self.dense_value(name) for name in self.dense_names()}
+        return {name: self.dense_value(name) for name in dict.fromkeys(self.site.parameter_names)}
 
     def load_value(self, name: str, value: torch.Tensor) -> None:
         """:meth:`assign`, with a warning if a lossy plan was made from other weights."""
@@ -185,7 +174,7 @@ class DenseForm(nn.Module):
         """
         self.check_float(f"other weights for {self.site.key}")
         changed = False
-        for ref, role in self.parts():
+        for role, ref in self.site.refs.items():
             if name not in (ref.weight, ref.bias):
                 continue
             own = replace(ref, expert=None)
@@ -209,7 +198,7 @@ class DenseForm(nn.Module):
 
     def shape_of(self, name: str) -> torch.Tensor:
         """A ``meta`` tensor with the shape and dtype of parameter ``name``."""
-        parts = [(ref, role) for ref, role in self.parts() if name in (ref.weight, ref.bias)]
+        parts = [(ref, role) for role, ref in self.site.refs.items() if name in (ref.weight, ref.bias)]
         ref, role = parts[0]
         firsts = sum(of != "down" for _, of in parts)  # tied weights include the down matrix
         rows = self.site.intermediate * firsts or self.site.hidden

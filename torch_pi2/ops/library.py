@@ -125,9 +125,7 @@ def load() -> None:
 
 @contextmanager
 def unseen_by_modes() -> Iterator[None]:
-    """Context in which operators bypass every torch mode, for finalizers: a tracer that happens to be active would
-    otherwise record their calls in its graph.
-    """
+    """Context in which operators bypass every torch mode: a finalizer may run while a tracer is active."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
 

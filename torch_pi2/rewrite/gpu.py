@@ -62,11 +62,7 @@ def move_whole(model: nn.Module, device: torch.device) -> None:
 
 @contextmanager
 def _or_here(model: nn.Module, nbytes: int, device: torch.device) -> Iterator[None]:
-    """Context in which ``nbytes`` of ``model`` go to a GPU; on any error all of it is on the CPU.
-
-    Raises:
-        OutOfMemoryError: the GPU has less memory.
-    """
+    """Context in which ``nbytes`` of ``model`` go to a GPU. On any error (OutOfMemoryError) it is on the CPU."""
     try:
         yield
     except BaseException as error:
@@ -239,9 +235,7 @@ def _experts(home: SparseExperts, stats: ActivationStats | None) -> tuple[torch.
 
 
 def refuse_split(model: nn.Module, what: str, whole: bool = False) -> None:
-    """Raises ConfigError if ``model`` is divided; with ``whole`` also if all its neurons are on a GPU. ``what``: the
-    operation that needs it on the CPU.
-    """
+    """Raises ConfigError if ``model`` is divided (``whole``: or on a GPU), for the operation ``what``."""
     if any(home.split is not None or (whole and on_gpu(home.order)) for home in homes(model)):
         raise ConfigError(
             f"{what} {type(model).__name__}",

@@ -112,9 +112,7 @@ def _is_guarded(module: nn.Module) -> bool:
 
 
 def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> Callable[[], None]:
-    """Replace modules (keys of ``new``) by its values wherever ``model`` has them; returns a function that undoes
-    it.
-    """
+    """Replace modules of ``model``, keys of ``new``, by its values; the function returned undoes it."""
     places = [(parent, name, child) for parent in model.modules() for name, child in parent._modules.items()]
     places = [(parent, name, child) for parent, name, child in places if child is not None and child in new]
 

@@ -153,11 +153,7 @@ def check_some(what: str, layers: Collection[object], linears: Mapping[str, nn.L
 
 
 def check_linears(linears: Mapping[str, nn.Linear], weights: str, storage: Storage | None = None) -> None:
-    """Check that weights, and their importance in ``storage``, can be quantised, before anything is changed.
-
-    Raises:
-        DeviceError, DtypeError, NonFiniteError, ShapeError, ConfigError: see ``torch_pi2.ops.quantized``.
-    """
+    """Check weights, and their importance in ``storage``, for quantising; raises as ``torch_pi2.ops.quantized``."""
     for name, linear in linears.items():
         check_quantizable(f"{name}.weight", linear.weight.detach(), weights)
         importance = None if storage is None else storage.importance(name)

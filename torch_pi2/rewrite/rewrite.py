@@ -201,7 +201,6 @@ def _check_group(
 
 
 def _check_layer(model: nn.Module, layer: LayerPlan, predictor: Any, storage: Storage) -> SparseFFN:
-    """An empty layer; raises if weights or predictor do not fit."""
     site = layer.site
     weights = site.weights(model)
     check_weights(site, weights)

@@ -39,6 +39,11 @@ class ModelState:
     def budget(self) -> Budget | None:
         return None if self.store is None else self.store.budget
 
+    @property
+    def leaves_out(self) -> bool:
+        """Whether decoding may skip neurons that are not in memory (``OffloadConfig.lossy``)."""
+        return self.store is not None and self.store.config.lossy
+
     @staticmethod
     def of(model: nn.Module) -> ModelState | None:
         """The state of ``model`` (or of ``torch.compile(model)``), or None."""
@@ -51,7 +56,6 @@ class ModelState:
 
     @staticmethod
     def detach(model: nn.Module) -> ModelState | None:
-        """Remove the state of ``model``, and return it."""
         found = ModelState.of(model)
         return None if found is None else model.__dict__.pop(_ATTRIBUTE, None)
 
@@ -79,7 +83,7 @@ class SparseState(ModelState):
     @property
     def lossy(self) -> bool:
         """Whether results differ from those of the original dense model."""
-        return self.weights != "float" or bool(lossy_methods(self.plan)) or _leaves_out(self.store)
+        return self.weights != "float" or bool(lossy_methods(self.plan)) or self.leaves_out
 
     @property
     def loss_change(self) -> float | None:
@@ -90,7 +94,7 @@ class SparseState(ModelState):
         """
         if not self.lossy:
             return 0.0
-        return None if _leaves_out(self.store) or self.weights != "float" else self.plan.made_by.get("loss_change")
+        return None if self.leaves_out or self.weights != "float" else self.plan.made_by.get("loss_change")
 
 
 if TYPE_CHECKING:
@@ -123,13 +127,10 @@ def store_of(model: nn.Module) -> Store | None:
     return None if handle is None else handle.store
 
 
-def _leaves_out(store: Store | None) -> bool:
-    return store is not None and store.config.lossy
-
-
 def leaves_out(model: nn.Module) -> bool:
-    """Whether decoding may skip neurons that are not in memory (``OffloadConfig.lossy``)."""
-    return _leaves_out(store_of(model))
+    """See :attr:`ModelState.leaves_out`."""
+    handle = ModelState.of(model)
+    return handle is not None and handle.leaves_out
 
 
 def store_and_budget(model: nn.Module) -> tuple[Store, Budget]:

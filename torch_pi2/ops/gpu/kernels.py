@@ -143,9 +143,7 @@ def list_fired(
     SLOTS: tl.constexpr = 1,
     EXPERTS: tl.constexpr = 0,
 ):
-    """The exact gate: computes row 0 of every neuron, and lists those that fire, with their activations in
-    ``gates``.
-    """
+    """The exact gate: list the neurons whose row 0 fires, with their activations in ``gates``."""
     tile, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
     token, expert, neurons = _of_pair(pair, experts, INTERMEDIATE, SLOTS, EXPERTS)
     i_N = tile * TILE + tl.arange(0, TILE)

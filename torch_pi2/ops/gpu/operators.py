@@ -274,9 +274,7 @@ def rows_at_once(columns: int) -> int:
 def linear(
     x: torch.Tensor, rows: torch.Tensor, bias: torch.Tensor | None, weights: str, int8_activations: bool = False
 ) -> torch.Tensor:
-    """See :func:`torch_pi2.ops.linear.linear`. With few tokens each has the same bits whatever others there are, except
-    over ggml's blocks, which are always dequantised.
-    """
+    """See :func:`torch_pi2.ops.linear.linear`. A few tokens have the bits of each alone, except over ggml's blocks."""
     from torch_pi2.ops.gpu import kernels
 
     x_TK = rounded(x.reshape(-1, x.shape[-1])) if int8_activations else x.reshape(-1, x.shape[-1]).contiguous()
