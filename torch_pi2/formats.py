@@ -1,7 +1,8 @@
-"""How numbers are stored: the one table of formats (``pi2::DType`` of the core), which every list of names comes from.
+"""Number formats: the one table (``pi2::DType`` of the core) from which all lists of names are derived.
 
-Files and arguments call a format by its name. Operators say ``float`` for all that torch has a dtype for, as the tensor
-itself says which (:mod:`torch_pi2.base.dtypes`). Nothing here needs torch, so that commands can list what there is.
+Files and arguments call a format by its name. Operators say ``float`` for every format with a torch dtype, since the
+tensor has that (:mod:`torch_pi2.base.dtypes`). This module does not import torch, so that commands can list formats
+quickly.
 """
 
 from __future__ import annotations
@@ -10,22 +11,21 @@ from dataclasses import dataclass
 
 from torch_pi2.errors import ShapeError
 
-#: Numbers of a quantised row that have a float16 scale in common.
+#: Numbers of a quantised row per float16 scale.
 GROUP = 32
 _SCALE_BYTES = 2
-#: Of weights or activations: as they are.
+#: Weights or activations in their own dtype.
 FLOAT = "float"
 
 
 @dataclass(frozen=True)
 class Format:
-    """One way to store a number.
+    """One way to store numbers.
 
     Attributes:
-        name: in files and arguments; of floats also torch's. code: in stores and delegate blobs.
-        bits: of a number, without its group's scale. least, most: of the integers of a format that weights are
-        quantised to.
-        block, block_bytes: numbers of a block of ggml's, and its bytes with all scales; 0 of other formats.
+        name: in files and arguments; for floats also torch's. code: in stores and delegate blobs.
+        bits: per number, without scales. least, most: range of the integers of a format for quantising weights.
+        block, block_bytes: numbers per ggml block, and its bytes with all scales; 0 for other formats.
     """
 
     name: str
@@ -38,31 +38,28 @@ class Format:
 
     @property
     def quantized(self) -> bool:
-        """Whether rows are bytes, with their scales."""
+        """Whether rows are bytes that include scales."""
         return self.most > 0 or self.block > 0
 
     @property
     def operand(self) -> str:
-        """Its name in operators."""
         return self.name if self.quantized else FLOAT
 
     @property
     def group_bytes(self) -> int:
-        """Bytes of a group's values, without its scale."""
+        """Bytes of a group without its scale."""
         return GROUP * self.bits // 8
 
     @property
     def bits_per_weight(self) -> float:
-        """Bits that a number takes, its share of the scale included: 4.5 for int4, 8.5 for int8."""
+        """Bits per number including its share of the scale: 4.5 for int4, 8.5 for int8."""
         if self.block:
             return 8 * self.block_bytes / self.block
         return self.bits + 8 * _SCALE_BYTES / GROUP if self.quantized else self.bits
 
     def row_bytes(self, columns: int) -> int:
-        """Bytes of a row of ``columns`` numbers; the last group of a quantised row is padded.
-
-        Raises:
-            ShapeError: ``columns`` are no whole blocks of a format that has these.
+        """Bytes of a row of ``columns`` numbers; the last group of a quantised row is padded. Raises ShapeError:
+        partial blocks.
         """
         if self.block:
             if columns % self.block:
@@ -93,44 +90,44 @@ FORMATS = {
         Format("q6_k", 11, 6, block=256, block_bytes=210),
     )
 }
-#: What weights can be quantised to.
+#: Formats for quantising weights.
 QUANTIZED = tuple(name for name, one in FORMATS.items() if one.most)
 FLOATS = tuple(name for name, one in FORMATS.items() if not one.quantized)
-#: ggml's blocks: what rows of linear layers are in GGUF files, and stay.
+#: ggml's block formats: rows of linear layers from GGUF files, which are kept.
 GGML = tuple(name for name, one in FORMATS.items() if one.block)
-#: How neurons can be stored in one format.
+#: Formats of neurons in a single format.
 OF_NEURONS = (*FLOATS, *QUANTIZED)
-#: Neurons in two: gate and up rows as a checkpoint has them, down rows, which hardly any has by neuron, in int8.
+#: Formats of neurons in a pair: gate and up rows as in a checkpoint, and down rows, rarely stored by neuron, in int8.
 PAIRS = tuple(f"{name}+int8" for name in ("int4", *GGML))
-#: What rows of linear layers and embeddings may be in.
+#: Formats of rows of linear layers and embeddings.
 ROWS = tuple(name for name in FORMATS if name not in FLOATS)
-#: Which feed-forward layers of what is imported may become neurons, and in what.
+#: ``neurons`` of imports: which feed-forward layers become neurons, or in which format all do.
 IMPORT_NEURONS = ("auto", "all", *QUANTIZED)
-#: What layers may see their inputs as: as they are, or rounded per group.
+#: Formats of layer inputs: unchanged, or rounded per group.
 ACTIVATIONS = (FLOAT, "int8")
 
 
 def row_bytes(name: str, columns: int) -> int:
-    """Bytes of a row of ``columns`` numbers in the format ``name``."""
     return FORMATS[name].row_bytes(columns)
 
 
 def has_two_formats(neurons: str) -> bool:
-    """Whether ``neurons`` is ``FIRST+DOWN``: down rows in another format than gate and up rows."""
+    """Whether ``neurons`` is ``FIRST+DOWN``, with down rows in another format than gate and up rows."""
     return "+" in neurons
 
 
 def formats_of(neurons: str) -> tuple[str, str]:
-    """The formats of gate and up rows, and of down rows, for neurons stored as ``neurons`` (or ``FIRST+DOWN``)."""
+    """The formats of gate and up rows, and of down rows, for ``neurons`` such as ``int4`` or ``FIRST+DOWN``."""
     first, plus, down = neurons.partition("+")
     return first, down if plus else first
 
 
 def neuron_shape(neurons: str, rows: int, hidden: int) -> tuple[int, ...]:
-    """Bytes of a neuron of ``rows`` rows of ``hidden`` numbers: ``[R, row bytes]``, of two formats ``[bytes]``.
+    """Shape in bytes of a neuron of ``rows`` rows of ``hidden`` numbers: ``[R, row bytes]``, or ``[bytes]`` for two
+    formats.
 
     Raises:
-        ShapeError: ``hidden`` is no whole number of a format's blocks.
+        ShapeError: ``hidden`` is not a multiple of a format's block.
     """
     first, down = formats_of(neurons)
     if has_two_formats(neurons):

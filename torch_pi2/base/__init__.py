@@ -1,1 +1,1 @@
-"""The base of the package: files, validation, tensors on disk, units, hooks of modules. It knows nothing of neurons."""
+"""Files, validation, tensors on disk, units and module hooks; independent of neurons."""

@@ -1,4 +1,4 @@
-"""Formats of floats (:mod:`torch_pi2.formats`) and torch's dtypes; and where tensors have to be."""
+"""Torch dtypes of float formats (:mod:`torch_pi2.formats`); checks of device, dtype and finiteness."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 from torch_pi2.errors import DeviceError, DtypeError, NonFiniteError
 from torch_pi2.formats import FLOAT, FLOATS
 
-#: The dtypes that kernels have, by the name of the format.
+#: Dtypes that kernels support, by format name.
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in FLOATS}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``float32`` for ``torch.float32``: what files and messages call it."""
+    """``float32`` for ``torch.float32``, as in files and messages."""
     return str(dtype).removeprefix("torch.")
 
 
 def format_name(weights: str, dtype: torch.dtype) -> str:
-    """The format that an operator's ``weights`` over a tensor of ``dtype`` mean."""
+    """The format that an operator's ``weights`` stand for, over a tensor of ``dtype``."""
     return dtype_name(dtype) if weights == FLOAT else weights
 
 
@@ -35,7 +35,7 @@ def check_computed(what: str, dtype: torch.dtype) -> None:
 
 
 def stands_for_another(tensor: torch.Tensor) -> str:
-    """Why a parameter's numbers are not its own to read: it is of a class of torchao or the like; empty: they are."""
+    """Why a parameter's numbers cannot be read directly (it is of a class of torchao or similar); empty if they can."""
     kind = type(tensor.detach())
     if kind is torch.Tensor:
         return ""
@@ -47,7 +47,7 @@ def stands_for_another(tensor: torch.Tensor) -> str:
 
 
 def check_on_cpu(what: str, device: torch.device) -> None:
-    """Raises DeviceError for weights that are elsewhere."""
+    """Raises DeviceError: not on the CPU."""
     if device.type != "cpu":
         raise DeviceError(
             what,
@@ -58,10 +58,10 @@ def check_on_cpu(what: str, device: torch.device) -> None:
 
 
 def check_finite(what: str, tensor: torch.Tensor, most: float = math.inf, reason: str = "") -> None:
-    """Raises NonFiniteError: NaN or infinity, or numbers beyond ``most``; ``reason``: why not these."""
+    """Raises NonFiniteError: NaN, infinity, or a magnitude above ``most``, for which ``reason`` is given."""
     if not tensor.numel():
         return
-    low, high = (float(v) for v in tensor.detach().aminmax())  # isfinite of a matrix takes more memory than the matrix
+    low, high = (float(v) for v in tensor.detach().aminmax())  # isfinite needs more memory than the matrix
     largest = max(-low, high)
     if not largest <= most or largest == math.inf:  # a NaN compares false
         broken = int((~torch.isfinite(tensor)).sum())

@@ -1,12 +1,12 @@
-"""The one validator: values from files and from callers, checked for type, range and finiteness.
+"""Validation of values from files and from callers: type, range and finiteness.
 
-* :func:`checked` compares the arguments of a public function with its annotations.
-* :class:`Field` is one value and the path that leads to it, with a method for each kind of value.
-* :func:`from_json` reads a dataclass from parsed JSON by its annotations, and :func:`to_json` is its inverse.
-* :func:`check_fields` and :func:`check` compare what callers pass with annotations.
+* :func:`checked` checks the arguments of a public function against its annotations.
+* :class:`Field` is one value with its path, and has a method for each kind of value.
+* :func:`from_json` reads a dataclass from parsed JSON by its annotations; :func:`to_json` is its inverse.
+* :func:`check_fields` and :func:`check` check callers' values against annotations.
 
-``limited`` gives a dataclass field its range or its choices, which all of these obey; ``Annotated[int, Limits(1)]``
-does so in files for one without a default.
+``limited`` gives a dataclass field a range or choices; ``Annotated[int, Limits(1)]`` does so in files for a field
+without default.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error
 
 T = TypeVar("T")
 
-#: Largest number in a file: sums and products of a few such are finite, and whole ones are exact as floats.
+#: Largest number in a file: sums and products of a few are finite, and integers are exact as floats.
 MOST = 1e15
-#: Stands for a value that is missing; None may be a value.
+#: A missing value (None may be a value).
 MISSING: Any = object()
-#: Largest numbers that callers may pass: whole ones as the core and PyTorch's generators have them.
+#: Largest numbers from callers; for integers a limit of the core and of PyTorch's generators.
 _MOST_WHOLE: Any = 1 << 62
 _MOST_NUMBER: Any = 1e300
 _WORDS = {str: "text", bool: "true or false", int: "a whole number", float: "a finite number", type(None): "None"}
-#: What is expected in place of a larger number.
+#: Expectation in messages about larger numbers.
 _SMALLER = {int: "a whole number between -2^62 and 2^62", float: "a number between -1e300 and 1e300"}
 
 
 class _Short(reprlib.Repr):
-    """Long texts and lists are cut; what JSON cannot hold is described by its type."""
+    """Truncates long texts and lists; values that are not JSON are described by their type."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,13 +65,13 @@ _SHORT = _Short()
 
 
 def shown(value: object) -> str:
-    """``value`` for a message: short, whatever it is."""
+    """A short form of ``value`` for messages."""
     return _SHORT.repr(value)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Range of a number (``above``, ``below``: without the ends), choices of a text, and whether files may omit it."""
+    """Range of a number (``above``, ``below``: exclusive ends), choices of a text, and whether files may omit it."""
 
     least: float = 0.0
     most: float = MOST
@@ -99,21 +99,18 @@ def limited(
 
 
 def optional(default: Any) -> Any:
-    """A dataclass field that files of older versions do not have."""
+    """A dataclass field that files of older versions lack."""
     return limited(optional=True, default=default)
 
 
 class Field:
-    """A value, and the ``path`` that leads to it in messages.
-
-    Every method returns the value as the kind it is named for, or raises ``error``.
-    """
+    """A value, and the ``path`` to it for messages. Methods return the value as a certain kind, or raise ``error``."""
 
     def __init__(self, value: Any, path: str, fix: str, error: type[Pi2Error] = ArtifactError) -> None:
         self.value, self.path, self.fix, self.error = value, path, fix, error
 
     def wrong(self, expected: str, found: object = MISSING) -> NoReturn:
-        """Raises ``error``; ``found`` replaces the value in the message, in words if it is text."""
+        """Raises ``error``; ``found`` replaces the value in the message."""
         words = shown(self.value) if found is MISSING else found if isinstance(found, str) else shown(found)
         raise self.error(self.path, expected=expected, found=words, fix=self.fix)
 
@@ -131,7 +128,7 @@ class Field:
         return self.value
 
     def at(self, name: str | int, default: Any = MISSING) -> Field:
-        """A field of an object, or an element of a list that is known to be one; ``default`` if it is missing."""
+        """A field of an object, or an element of a list; ``default`` if the field is missing."""
         if isinstance(name, str) and default is not MISSING:
             value = self.names(allowed=None).get(name, default)
         elif isinstance(name, str):
@@ -141,7 +138,7 @@ class Field:
         return Field(value, f"{self.path}, {name}", self.fix, self.error)
 
     def each(self) -> dict[str, Field]:
-        """The fields of an object, whatever their names."""
+        """All fields of an object."""
         return {name: self.at(name) for name in self.names(allowed=None)}
 
     def items(self, least: int = 0, most: float = math.inf) -> list[Field]:
@@ -152,7 +149,7 @@ class Field:
         return [self.at(i) for i in range(len(self.value))]
 
     def text(self, choices: Collection[str] | None = None, *, empty: bool = False) -> str:
-        """Text that can be written as UTF-8, one of ``choices`` if there are any; not blank unless ``empty``."""
+        """Text that is valid UTF-8, one of ``choices`` if given; not blank unless ``empty``."""
         good = isinstance(self.value, str) and (empty or bool(self.value.strip()))
         if not good or (choices is not None and self.value not in choices):
             self.wrong("text" if choices is None else " or ".join(choices))
@@ -171,7 +168,7 @@ class Field:
         return int(self.value)
 
     def number(self, least: float = 0, most: float = MOST, *, above: bool = False, below: bool = False) -> float:
-        """A finite number of ``least`` to ``most``; ``above``, ``below``: without these ends."""
+        """A finite number from ``least`` to ``most``; ``above``, ``below``: exclusive ends."""
         good = isinstance(self.value, numbers.Real) and not isinstance(self.value, bool)
         good = good and (least < self.value if above else least <= self.value)
         if not good or not (self.value < most if below else self.value <= most):
@@ -179,7 +176,7 @@ class Field:
         return float(self.value)
 
     def take(self, hint: Any, limits: Limits = _NO_LIMITS) -> Any:
-        """The value as the annotation ``hint`` says: JSON's objects become dataclasses, its lists tuples."""
+        """The value converted by the annotation ``hint``: JSON objects become dataclasses, lists tuples."""
         origin, arguments = typing.get_origin(hint), typing.get_args(hint)
         if origin in (types.UnionType, typing.Union):  # X | None
             return None if self.value is None else self.take(arguments[0], limits)
@@ -211,7 +208,7 @@ def _is_whole(value: object) -> bool:
 
 
 def _range(limits: Limits, found: object = None) -> str:
-    """In words; a ``most`` that hardly anybody exceeds is mentioned only to those who do."""
+    """In words; a large ``most`` is mentioned only if it was exceeded."""
     low = f"above {_plain(limits.least)}" if limits.above else f"{_plain(limits.least)} or more"
     exceeded = isinstance(found, int | float) and limits.most < found < math.inf
     if limits.most >= MOST and not exceeded:
@@ -224,7 +221,7 @@ def _plain(value: float) -> str:
 
 
 def argument(value: Any, name: str, fix: str = "Correct it.") -> Field:
-    """What a caller passed as ``name``; a wrong value is a ConfigError."""
+    """A caller's argument ``name``; a wrong value is a ConfigError."""
     return Field(value, name, fix, ConfigError)
 
 
@@ -238,7 +235,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(kind: type[T], value: Any, path: str, fix: str = "Correct it, or make it again.") -> T:
-    """Inverse of :func:`to_json`; for messages, ``path`` leads to the value and ``fix`` says what to do.
+    """Inverse of :func:`to_json`; ``path`` and ``fix`` are for messages.
 
     Raises:
         ArtifactError: a field is missing, unknown, or not what its annotation and limits allow.
@@ -247,10 +244,9 @@ def from_json(kind: type[T], value: Any, path: str, fix: str = "Correct it, or m
 
 
 def check_fields(made: Any, called: str = "") -> None:
-    """For ``__post_init__`` of a dataclass. Raises ConfigError: a field is not what its annotation and limits allow.
+    """For ``__post_init__`` of a dataclass. Raises ConfigError: a field violates its annotation or limits.
 
-    Args:
-        called: what messages call a field, with ``{}`` for its name; by default ``Class.name``.
+    ``called`` formats a field's name in messages, with ``{}`` for the name; by default ``Class.name``.
     """
     called = called or f"{type(made).__name__}.{{}}"
     hints = _hints(typing.cast(Any, type(made)))
@@ -260,7 +256,7 @@ def check_fields(made: Any, called: str = "") -> None:
 
 
 def check(hint: Any, value: Any, name: str, metadata: Mapping[str, Any] = types.MappingProxyType({})) -> None:
-    """Raises ConfigError unless what a caller passed as ``name`` fits its annotation, and its limits if it has any."""
+    """Raises ConfigError: the caller's argument ``name`` violates its annotation or limits."""
     kinds = _kinds(hint)
     if not any(_is(kind, value) for kind in kinds):
         words = _WORDS | (_SMALLER if isinstance(value, numbers.Real) and abs(value) >= _MOST_WHOLE else {})
@@ -294,7 +290,7 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
 
 
 def _kinds(hint: Any) -> tuple[Any, ...]:
-    """The types that an annotation allows; ``object`` for what cannot be compared."""
+    """The types that an annotation allows; ``object`` if they cannot be checked."""
     if hint is None:
         return (type(None),)
     if isinstance(hint, TypeVar):
@@ -327,7 +323,7 @@ R = TypeVar("R")
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """``function``, whose arguments are compared with its annotations first. Wrong ones raise ConfigError."""
+    """Wrap ``function`` with a check of its arguments against its annotations. Wrong ones raise ConfigError."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -360,10 +356,9 @@ def _wrong_call(name: str, known: list[str], kwargs: Mapping[str, Any], found: s
 
 @cache
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    """With annotations as types, ``Any`` where there is nothing to compare, and ``**fields`` taken apart.
+    """With annotations as types, and ``Any`` for those that cannot be checked or are imported by type checkers only.
 
-    A ``**fields: Unpack[SomeTypedDict]`` becomes a keyword for each entry. Names that only type checkers import are
-    ``Any``.
+    ``**fields: Unpack[SomeTypedDict]`` becomes a keyword for each entry.
     """
     scope = getattr(inspect.unwrap(function), "__globals__", {})
     parameters: list[inspect.Parameter] = []

@@ -1,8 +1,8 @@
-"""Files written whole or not at all, by one process at a time; read back with errors that help.
+"""Files written completely or not at all, by one process at a time, and read back with helpful errors.
 
-What is being written is ``.NAME.partial`` beside ``NAME``, and ``.NAME.lock`` is locked meanwhile; an earlier folder is
-``.NAME.old`` for the moment in which it is replaced. A process that is killed leaves them, and the next one that writes
-``NAME`` takes the lock, which nobody holds any more, and removes the rest.
+While ``NAME`` is written, its new content is ``.NAME.partial`` beside it, and ``.NAME.lock`` is locked. While a folder
+is replaced, the earlier one is ``.NAME.old``. A killed process leaves these; the next one that writes ``NAME`` takes
+the lock and removes the rest.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
 
 Tensors = Mapping[str, torch.Tensor]
 
-#: How long a file waits for another process that writes the same one; folders do not wait.
+#: Seconds to wait for another process that writes the same file; folders do not wait.
 _PATIENCE_S = 10.0
 _STANDARD_OUTPUT = ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
 
 
 def cache_folder() -> Path:
-    """The folder for files that are kept between runs: in ``$XDG_CACHE_HOME``, or ``~/.cache``."""
+    """The folder for files kept between runs: in ``$XDG_CACHE_HOME``, or ``~/.cache``."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "torch_pi2"
 
 
 def atomic_write(path: str | Path, data: bytes | str | Iterable[bytes]) -> None:
-    """Write ``data``, or its pieces, to ``path``. Raises ArtifactError if it cannot.
+    """Write ``data``, or its pieces, to ``path``. Raises ArtifactError if that fails.
 
-    A regular file, or what a link leads to, is replaced whole: another beside it, fsync, rename. Devices and pipes are
-    written to, and ``-`` is standard output.
+    A regular file, or the target of a link, is replaced atomically: temporary file, fsync, rename. Devices and pipes
+    are written directly; ``-`` is standard output.
     """
     whole = data.encode() if isinstance(data, str) else data
     pieces = [whole] if isinstance(whole, bytes) else whole
@@ -61,7 +61,7 @@ def atomic_write(path: str | Path, data: bytes | str | Iterable[bytes]) -> None:
 
 
 def to_replace(path: str | Path) -> Path | None:
-    """The regular file that ``path`` is or is to be, where links lead; None: a device or pipe, to be written to."""
+    """The regular file that ``path`` is or will be, with links resolved; None: a device or pipe."""
     if is_standard_output(path):
         return None
     try:
@@ -75,12 +75,12 @@ def to_replace(path: str | Path) -> Path | None:
 
 
 def is_standard_output(path: str | Path) -> bool:
-    """Whether ``path`` is standard output, so that nothing else may be written there."""
+    """Whether ``path`` is standard output, where nothing else may be printed then."""
     return str(path) in _STANDARD_OUTPUT
 
 
 def check_not_standard_output(path: str | Path, what: str) -> None:
-    """Raises ConfigError: ``path`` names standard output, where ``what`` is not written."""
+    """Raises ConfigError: ``path`` is standard output, which ``what`` does not support."""
     if is_standard_output(path):
         raise ConfigError(what, expected="a file", found=f"standard output ({path})", fix="Name a file.")
 
@@ -88,11 +88,11 @@ def check_not_standard_output(path: str | Path, what: str) -> None:
 def _write_to(path: str | Path, pieces: Iterable[bytes]) -> None:
     try:
         if to_standard_output := is_standard_output(path):
-            if sys.__stdout__ is None:  # closed, and the number may be another file's by now
+            if sys.__stdout__ is None:  # closed; its descriptor may be another file's by now
                 raise OSError(errno.EBADF, os.strerror(errno.EBADF))
             if sys.stdout is not None:
                 sys.stdout.flush()
-        # at the end: /dev/fd/3 may be a file
+        # append: /dev/fd/3 may be a file
         with open(os.dup(1) if to_standard_output else path, "wb" if to_standard_output else "ab") as file:
             file.writelines(pieces)
     except OSError as error:
@@ -112,7 +112,7 @@ def _write_synced(path: Path, data: Iterable[bytes]) -> None:
 
 
 def check_writable(path: Path, *, folder: bool = False) -> None:
-    """Check that a file, or a folder, can be written, before minutes of work. Raises ArtifactError."""
+    """Check that a file, or a folder, can be written, before long work. Raises ArtifactError."""
     try:
         target = path if folder else to_replace(path)
         if target is None:
@@ -127,7 +127,7 @@ def check_writable(path: Path, *, folder: bool = False) -> None:
 
 
 def not_written(path: Path, error: OSError) -> ArtifactError:
-    """The error for a ``path`` that could not be written, when nothing half-written remains."""
+    """The error for a ``path`` that could not be written, with nothing half-written left."""
     return ArtifactError(
         f"writing {path}",
         expected="a folder that can be written",
@@ -138,17 +138,20 @@ def not_written(path: Path, error: OSError) -> ArtifactError:
 
 @contextmanager
 def claimed(target: Path, *, patience_s: float = 0.0) -> Iterator[Path]:
-    """Where to write what is to be ``target``, for one process at a time: a path beside it, to be renamed at the end.
+    """A free path beside ``target`` for new content, to be renamed at the end, for one process at a time.
 
-    Nothing is there. What is there when the block raises is removed: a full disk is not kept full.
+    If the block raises, the content is removed, so that a full disk is not kept full.
 
     Raises:
-        ArtifactError: another process writes it, for longer than ``patience_s``. OSError: it cannot be written there.
+        ArtifactError: another process has been writing for longer than ``patience_s``. OSError: it cannot be written
+            there.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     partial, old = (target.with_name(f".{target.name}.{end}") for end in ("partial", "old"))
     with locked(target, patience_s):
-        if old.is_dir() and not os.path.lexists(target):  # killed between the two renames of _swap_in
+        if old.is_dir() and not os.path.lexists(
+            target
+        ):  # killed between the renames of _swap_in
             old.rename(target)
         _remove(old)
         _remove(partial)
@@ -160,7 +163,9 @@ def claimed(target: Path, *, patience_s: float = 0.0) -> Iterator[Path]:
 
 @contextmanager
 def scratch(folder: Path, name: str) -> Iterator[Path]:
-    """An empty folder in ``folder`` while the block lasts, for one process at a time; what a killed one left goes."""
+    """An empty folder in ``folder`` during the block, for one process at a time; leftovers of a killed one
+    are removed.
+    """
     with claimed(folder / name, patience_s=_PATIENCE_S) as made:
         made.mkdir()
         yield made
@@ -168,13 +173,11 @@ def scratch(folder: Path, name: str) -> Iterator[Path]:
 
 @contextmanager
 def locked(target: Path, patience_s: float, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """The lock of ``target``; it ends with the process, however that ends.
-
-    Args:
-        on_wait: called once if another process has it.
+    """The lock of ``target``, released with the process at the latest; ``on_wait`` is called once if another process
+    has it.
 
     Raises:
-        ArtifactError: another has it for longer than ``patience_s``. OSError: its file cannot be written.
+        ArtifactError: another process has had it for longer than ``patience_s``. OSError: its file cannot be written.
     """
     path, begun = target.with_name(f".{target.name}.lock"), time.monotonic()
     waiting = False
@@ -199,12 +202,12 @@ def locked(target: Path, patience_s: float, on_wait: Callable[[], None] = lambda
 
 
 def _lock(path: Path) -> int | None:
-    """A descriptor of ``path``, locked; None: another process has it."""
+    """A locked descriptor of ``path``; None: another process has the lock."""
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(file), os.stat(path)):  # not one that was given back in between
+            if os.path.samestat(os.fstat(file), os.stat(path)):  # not a lock file that was removed in between
                 mine, file = file, -1
                 return mine
         except BlockingIOError:
@@ -217,7 +220,6 @@ def _lock(path: Path) -> int | None:
 
 
 def _remove(path: Path) -> None:
-    """``path`` and all in it, as far as it goes."""
     with suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -226,7 +228,9 @@ def _remove(path: Path) -> None:
 
 
 def check_not_current(folder: Path) -> None:
-    """Raises ArtifactError: ``folder``, which is to be replaced, is the current one. A shell would stay in the old."""
+    """Raises ArtifactError: ``folder``, which is to be replaced, is the current one, where a shell would be
+    stranded.
+    """
     if folder.is_dir() and os.path.samestat(os.stat(folder), os.stat(".")):
         raise ArtifactError(
             f"writing {folder}",
@@ -238,13 +242,13 @@ def check_not_current(folder: Path) -> None:
 
 @contextmanager
 def replacing_folder(folder: Path) -> Iterator[Path]:
-    """Write a whole folder or nothing: gives an empty one beside it, which takes its place when the block ends.
+    """Write a folder completely or not at all: yields an empty one beside it, which replaces it when the block ends.
 
-    All files are on disk before they get their names. If the block raises, or the last step fails, ``folder`` is as it
-    was. Whether an existing ``folder`` may be replaced is for the caller to check.
+    All files are synced before they get their names. On an error ``folder`` stays as it was. The caller checks whether
+    an existing ``folder`` may be replaced.
 
     Raises:
-        ArtifactError: another process writes it, there is a file in its place, or for any OSError, in the block too.
+        ArtifactError: another process writes it, a file is in its place, or for any OSError, in the block too.
     """
     folder = Path(os.path.realpath(folder))
     check_not_current(folder)
@@ -260,7 +264,7 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raises ArtifactError for any OSError of the block, which writes ``path``."""
+    """Turns any OSError of the block, which writes ``path``, into an ArtifactError."""
     try:
         yield
     except Exception as error:
@@ -271,11 +275,10 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def _of_the_system(error: Exception) -> OSError | None:
-    """``error`` as an OSError, if it is one, or one that a library in Rust (safetensors, tokenizers) or ``torch.save``
-    wraps in words."""
+    """``error`` as an OSError, also if a Rust library (safetensors, tokenizers) or ``torch.save`` put it in words."""
     if isinstance(error, OSError):
         return error
-    if "PytorchStreamWriter failed" in str(error):  # which does not say why
+    if "PytorchStreamWriter failed" in str(error):  # without the reason
         return OSError(errno.EIO, "a write that failed")
     number = re.search(r"\(os error (\d+)\)", str(error))
     return None if number is None else OSError(int(number[1]), os.strerror(int(number[1])))
@@ -286,7 +289,7 @@ def _sync_files(folder: Path) -> None:
         for name in names:
             file = os.open(Path(parent) / name, os.O_RDONLY)
             try:
-                if name.endswith(".safetensors"):  # which their library makes for their owner alone
+                if name.endswith(".safetensors"):  # the safetensors library makes them private
                     os.fchmod(file, folder.stat().st_mode & 0o666)
                 os.fsync(file)
             finally:
@@ -295,7 +298,7 @@ def _sync_files(folder: Path) -> None:
 
 
 def _sync_names(folder: Path) -> None:
-    """Sync the directory entries of ``folder``; file systems that cannot lose at most a rename."""
+    """Sync the directory entries of ``folder``; without support, at most a rename can be lost."""
     with suppress(OSError):
         file = os.open(folder, os.O_RDONLY)
         try:
@@ -305,7 +308,7 @@ def _sync_names(folder: Path) -> None:
 
 
 def _swap_in(staging: Path, folder: Path) -> None:
-    """Put ``staging`` in the place of ``folder``; the old content goes last, or comes back."""
+    """Replace ``folder`` by ``staging``; the old content is removed last, or restored."""
     old = folder.with_name(f".{folder.name}.old")
     try:
         if folder.exists():
@@ -331,7 +334,7 @@ def atomic_folder_files(folder: str | Path, files: Mapping[str, str | bytes | tu
 
 
 def _in_order(data: bytes) -> bytes:
-    """A safetensors file with its metadata in the order of their names; the library's order is another every time."""
+    """A safetensors file with its metadata sorted, since the library's order varies."""
     size = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:size])
     header["__metadata__"] = dict(sorted(header.get("__metadata__", {}).items()))
@@ -341,7 +344,7 @@ def _in_order(data: bytes) -> bytes:
 
 
 def read_text(path: str | Path) -> str:
-    """The text of one of our JSON files. Raises ArtifactError if it is missing, no regular file, or no text."""
+    """The text of one of our JSON files. Raises ArtifactError: missing, not a regular file, or not text."""
     data = read_bytes(path)
     try:
         return data.decode()
@@ -352,9 +355,8 @@ def read_text(path: str | Path) -> str:
 
 
 def parse_json(text: str, where: str | Path, format_name: str, *versions: int) -> dict[str, Any]:
-    """The content of a JSON file of ours, read from ``where``, with its ``format`` and ``version`` checked.
-
-    ``versions``: those that can be read, the one that is written last.
+    """The content of our JSON file ``where``, with ``format`` and ``version`` checked; ``versions``: supported ones,
+    the current one last.
     """
     data = parse(text, where)
     if not isinstance(data, dict):
@@ -367,7 +369,7 @@ def parse_json(text: str, where: str | Path, format_name: str, *versions: int) -
 
 
 def check_artifact(path: Path | str, meta: Mapping[str, str], fmt: str, version: int, model_hash: str | None) -> None:
-    """Refuse a tensor file of another format or version, or one made from other weights."""
+    """Raises if a tensor file has another format or version, or was made from other weights."""
     if meta.get("format") != fmt or meta.get("version") != str(version):
         raise _of_another_version(path, fmt, version, f"{meta.get('format')} version {meta.get('version')}")
     if "model_hash" not in meta:

@@ -1,7 +1,7 @@
-"""Memory for weights: fresh from the system, given back to it, or mapped from files.
+"""Memory for weights: allocated from the system, returned to it, or mapped from files.
 
-Pages of a mapped file count as memory of the process from their first use on. Letting go of them loses nothing: they
-are read again where they are used again.
+Pages of a mapped file count as the process' memory from their first use. Released pages are read again on their next
+use.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import torch
 from torch import nn
 
 HUGE_PAGE_BYTES = 2 << 20
-#: glibc's numbers of the settings, and the size from which on what is freed goes back at once.
+#: glibc's option numbers, and the size above which freed blocks are returned at once.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _LARGE_BLOCK = -1, -3, 1 << 18
 _libc = ctypes.CDLL(None)
 
 
 def new_tensor(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
-    """Memory on the CPU that is not yet filled.
+    """Uninitialised memory on the CPU.
 
-    If large, it is fresh from the system (what an allocator has at hand has small pages already), begins at a huge page
-    and is asked to be of such: weights are streamed about an eighth faster from them, and gathered a quarter. It goes
-    back to the system with the tensor.
+    Large blocks are mapped from the system, aligned and advised for huge pages (an allocator's free blocks already have
+    small ones): streaming weights is about an eighth faster, gathering them a quarter. They are unmapped with the
+    tensor.
     """
     shape = tuple(shape)
     count = math.prod(shape)
@@ -39,16 +39,16 @@ def new_tensor(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
         mapped = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"{nbytes} bytes for a tensor of {list(shape)}: {error.strerror}") from None
-    with suppress(OSError):  # the system has none
+    with suppress(OSError):  # not supported
         mapped.madvise(mmap.MADV_HUGEPAGE)
     at = -torch.frombuffer(mapped, dtype=torch.uint8).data_ptr() % HUGE_PAGE_BYTES
     return torch.frombuffer(mapped, dtype=dtype, count=count, offset=at).view(shape)
 
 
 def give_back_freed_memory() -> None:
-    """From now on large blocks are given back when they are freed, and what is free now at once.
+    """Return free memory to the system now, and from now on large blocks as soon as they are freed.
 
-    glibc would learn from the first prompt to keep blocks of up to 32 MB for the next: twice a prompt's activations.
+    Otherwise glibc adapts to the first prompt and retains blocks of up to 32 MB: twice a prompt's activations.
     """
     if hasattr(_libc, "mallopt"):
         _libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
@@ -57,24 +57,24 @@ def give_back_freed_memory() -> None:
 
 
 def trim() -> None:
-    """Give back whole pages that are free: smaller blocks (keys and values that grow, activations) leave many."""
+    """Return whole free pages, which smaller blocks (a growing KV cache, activations) leave behind."""
     if hasattr(_libc, "malloc_trim"):
         _libc.malloc_trim(0)
 
 
-#: Bytes of its neighbours that the system maps with a page.
+#: Bytes around a page that the system maps with it.
 _AROUND = 1 << 16
 
 
 class MappedFile:
-    """A file as memory.
+    """A file mapped into memory.
 
     Args:
-        file: descriptor, which may be closed afterwards. shared: what is written to the memory is written to the file.
+        file: descriptor, which may be closed afterwards. shared: writes to the memory go to the file.
     """
 
     def __init__(self, file: int, *, shared: bool = False) -> None:
-        # no reserve: nothing is written to a private one, so that it needs no memory whatever its size
+        # NORESERVE: a private mapping is never written to, and so needs no memory
         flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
         self._map = mmap.mmap(file, 0, flags=flags)
         self._start = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
@@ -84,7 +84,7 @@ class MappedFile:
         return torch.frombuffer(self._map, dtype=dtype, count=math.prod(shape), offset=at).view(shape)
 
     def let_go(self, tensor: torch.Tensor) -> None:
-        """Of what it has of ``tensor``, if that is in it."""
+        """Release the pages of ``tensor``, if it is in this file."""
         at = tensor.data_ptr() - self._start
         if not 0 <= at < len(self._map):
             return
@@ -94,12 +94,12 @@ class MappedFile:
         self._map.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
 
-#: Of models whose weights are in files, those.
+#: Model -> the files with its weights.
 _FILES: WeakKeyDictionary[nn.Module, list[MappedFile]] = WeakKeyDictionary()
 
 
 def set_mapped(model: nn.Module, files: list[MappedFile]) -> None:
-    """Say that weights of ``model`` are in ``files``."""
+    """Record that weights of ``model`` are in ``files``."""
     _FILES[model] = files
 
 
@@ -109,7 +109,7 @@ def is_mapped(model: Any) -> bool:
 
 
 def let_go(model: Any, tensors: Iterable[torch.Tensor | None]) -> None:
-    """Of memory that ``tensors``, weights of ``model``, take here, if they are in a file."""
+    """Release the pages of ``tensors``, weights of ``model``, that are in a file."""
     for tensor in tensors if is_mapped(model) else ():
         if tensor is not None and tensor.numel():
             for file in _FILES[model]:
@@ -118,7 +118,7 @@ def let_go(model: Any, tensors: Iterable[torch.Tensor | None]) -> None:
 
 @contextmanager
 def letting_go(model: nn.Module) -> Iterator[None]:
-    """While ``model`` runs, each of its modules lets go of its weights, if they are in files, once it was called."""
+    """While ``model`` runs, each of its modules releases the pages of its mapped weights after its call."""
     hooks: list[Any] = []
 
     def after(own: list[nn.Parameter]) -> Any:

@@ -1,8 +1,8 @@
-"""Modules of a user's model: run for our own purposes without a trace, and their hooks heeded or refused by name.
+"""Running modules of a user's model without side effects, and respecting their hooks, or refusing them by name.
 
-Hooks on a module whose ``forward`` is replaced run as ever. A replacement that would silence a hook is not chosen: an
-FFN with hooks inside runs through lazy tensors (:mod:`torch_pi2.layers.lazy`), where they see and may change every
-value, or stays dense. A module that does not run after a rewrite has :class:`NoHooks`: registering one raises.
+Hooks on a module whose ``forward`` is replaced run as before. A replacement must not silence a hook: an FFN with hooks
+inside runs through lazy tensors (:mod:`torch_pi2.layers.lazy`), where they can read and change every value, or stays
+dense. Modules that no longer run have :class:`NoHooks`, where registering a hook raises.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch_pi2.errors import ConfigError
 
 @contextmanager
 def evaluating(*roots: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; every module's own training flag is restored afterwards.
+    """Evaluation mode without gradients; each module's training flag is restored afterwards.
 
-    ``nn.TransformerEncoderLayer``'s fused fast path is off meanwhile: it hides the FFN's matmuls.
+    The fused fast path of ``nn.TransformerEncoderLayer``, which hides the FFN's matmuls, is off meanwhile.
     """
     flags = [(module, module.training) for root in roots for module in root.modules()]
     fast_path = torch.backends.mha.get_fastpath_enabled()
@@ -40,9 +40,8 @@ def evaluating(*roots: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def fresh_settings() -> Iterator[None]:
-    """Settings of torch as in a new process, whatever the caller has set; his are back afterwards.
-
-    Default dtype and device, gradients, inference mode, autocast, precision of matrix products, determinism.
+    """Torch settings of a new process during the block: default dtype and device, gradients, inference mode, autocast,
+    precision of matrix products, determinism.
     """
     dtype, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
     deterministic, warns = (
@@ -68,7 +67,7 @@ def fresh_settings() -> Iterator[None]:
 
 @contextmanager
 def other_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """These modules have these forwards while inside."""
+    """Replace the forwards of these modules during the block."""
     before = {module: module.__dict__.get("forward") for module in forwards}
     try:
         for module, forward in forwards.items():
@@ -82,9 +81,9 @@ def other_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator
 
 
 def _on_cpu() -> AbstractContextManager[object]:
-    """The CPU as default device; nothing where it is one: with this mode, a capture takes twice as long.
+    """The CPU as default device; a null context if it already is, since this mode makes a capture take twice as long.
 
-    While ``torch.jit.trace`` runs it keeps trials of ours out of its graph.
+    Under ``torch.jit.trace`` it keeps our trial runs out of the graph.
     """
     needless = torch.get_default_device().type == "cpu" and not torch._C._is_tracing()
     return nullcontext() if needless else torch.device("cpu")
@@ -94,7 +93,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 class NoHooks(OrderedDict[int, Any]):
-    """The forward hooks of a module that does not run: there are none, and registering one raises ConfigError."""
+    """The forward hooks of a module that does not run: always empty; registering one raises ConfigError."""
 
     def __init__(self, key: str) -> None:
         super().__init__()
@@ -113,7 +112,7 @@ class NoHooks(OrderedDict[int, Any]):
 
 
 def refuse_hooks(module: nn.Module, key: str) -> None:
-    """``module`` does not run any more, being a part of the FFN ``key``."""
+    """Refuse hooks on ``module``, which no longer runs, as a part of the FFN ``key``."""
     for attribute in _HOOKS:
         object.__setattr__(module, attribute, NoHooks(key))
 
@@ -126,7 +125,7 @@ def allow_hooks(module: nn.Module) -> None:
 
 
 def share_hooks(original: nn.Module, replacement: nn.Module) -> None:
-    """Hooks that were or will be registered on either module are registered on both."""
+    """Register present and future hooks of either module on both."""
     for attribute, value in vars(original).items():
         if attribute.endswith("_hooks") or "_hooks_" in attribute:
             object.__setattr__(replacement, attribute, value)
@@ -138,7 +137,9 @@ def has_hooks(module: nn.Module, *, pre: bool = True, post: bool = True) -> bool
 
 
 def own_forward(modules: Mapping[str, nn.Module]) -> str | None:
-    """A module of these whose forward was replaced on the object, in words: nobody can know when that will change."""
+    """Describe the first module whose forward was replaced on the instance, which may change at any time; None: there
+    is none.
+    """
     for name, module in modules.items():
         if "forward" in vars(module):
             return f"{name} has a forward of its own (accelerate, or a patch)"
@@ -146,7 +147,9 @@ def own_forward(modules: Mapping[str, nn.Module]) -> str | None:
 
 
 def hooks_inside(prefix: str, module: nn.Module) -> str | None:
-    """A part of ``module`` whose hooks would not run if ``module`` were computed as a whole, in words."""
+    """Describe a part of ``module`` whose hooks would not run if ``module`` were computed as a whole; None: there is
+    none.
+    """
     parts = {name: part for name, part in module.named_modules(prefix=prefix) if part is not module}
     for name, part in parts.items():
         if has_hooks(part):
@@ -155,12 +158,12 @@ def hooks_inside(prefix: str, module: nn.Module) -> str | None:
 
 
 def has_sparse_layers(model: nn.Module) -> bool:
-    """Whether ``model`` is optimised: by an attribute, since some packages must not import the sparse layers."""
+    """Whether ``model`` is optimised, by an attribute, because some packages must not import the sparse layers."""
     return any(getattr(part, "is_sparse_layer", False) for part in model.modules())
 
 
 def refuse_global_hooks(what: str) -> None:
-    """Raise ConfigError, about ``what``, if PyTorch calls hooks around the forward of every module there is."""
+    """Raises ConfigError, about ``what``: PyTorch has global hooks around every module's forward."""
     common = nn.modules.module
     if common._global_forward_hooks or common._global_forward_pre_hooks:
         raise ConfigError(

@@ -1,13 +1,13 @@
 """Parameters whose values are in a sparse layer, and the modules that hold such parameters.
 
 An optimised model keeps its modules. The values of an FFN's parameters move into its sparse layer; the parameters stay
-registered, the same objects under the same names, as :class:`OffloadedParameter`. Their shape, dtype, device and
+registered, the same objects under the same names, as :class:`OffloadedParameter`. Shape, dtype, device and
 ``requires_grad`` can be read, and they are counted. Reading or writing their values raises ConfigError by name. So does
-putting another parameter in their place (``linear.weight = ...``, ``torch.func.functional_call``), or another module
-in the place of one that no longer runs (PEFT's adapters): no weight is ever read stale.
+replacing a parameter (``linear.weight = ...``, ``torch.func.functional_call``) or a module that no longer runs (PEFT's
+adapters): stale weights are never read.
 
 ``state_dict``, ``load_state_dict``, ``model.to(dtype)``, copies and pickles of the model work, since modules get the
-values from the sparse layer. :func:`torch_pi2.restore` undoes all of it, bit for bit.
+values from the sparse layer. :func:`torch_pi2.restore` undoes everything, bit for bit.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class OffloadedParameter(nn.Parameter):
         requires_grad: bool = False,
         kind: type[nn.Parameter] = nn.Parameter,
     ) -> OffloadedParameter:
-        """One that never had a storage."""
+        """A parameter that never had storage."""
         return _offloaded(nn.Parameter(_hollow(shape, dtype), requires_grad=requires_grad), name, kind)
 
     @classmethod
@@ -91,7 +91,7 @@ class OffloadedParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
-    def set_(self, *args: Any, **kwargs: Any) -> Any:  # PyTorch does not ask __torch_function__ of it
+    def set_(self, *args: Any, **kwargs: Any) -> Any:  # bypasses __torch_function__
         raise _no_values("set_", self)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -119,7 +119,7 @@ def _no_values(use: str, tree: Any) -> ConfigError:
 
 
 def _hollow(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
-    """One NaN that looks like many: no memory, and in-place changes are errors of PyTorch."""
+    """One NaN, expanded: it needs no memory, and PyTorch refuses in-place changes."""
     return torch.full((), float("nan"), dtype=dtype, device="cpu").expand(tuple(shape))
 
 
@@ -131,7 +131,7 @@ def _offloaded(parameter: nn.Parameter, name: str, kind: type[nn.Parameter]) -> 
 
 
 def free_storage(parameter: nn.Parameter, name: str, like: torch.Tensor) -> None:
-    """Free the memory of ``parameter``; messages call it ``name``, and it has shape and dtype of ``like``."""
+    """Free the memory of ``parameter``, called ``name`` in messages, with shape and dtype of ``like``."""
     parameter.data = _hollow(like.shape, like.dtype)
     _offloaded(parameter, name, type(parameter))
 
@@ -145,29 +145,29 @@ def restore_storage(parameter: nn.Parameter, value: torch.Tensor) -> None:
 
 
 class WeightOwner(Protocol):
-    """What has the values of offloaded parameters, by their names in the site: a sparse layer."""
+    """The owner of offloaded values, by parameter names in the site: a sparse layer."""
 
     def dense_value(self, name: str) -> torch.Tensor:
         """A copy of the parameter ``name``."""
 
     def load_value(self, name: str, value: torch.Tensor) -> None:
-        """Other weights for the parameter ``name``."""
+        """Replace the weights of the parameter ``name``."""
 
     def shape_of(self, name: str) -> torch.Tensor:
         """A ``meta`` tensor with its shape and dtype."""
 
     def check_float(self, what: str) -> None:
-        """Raise ConfigError if the values are quantised; ``what`` was asked for."""
+        """Raises ConfigError, about ``what``: the values are quantised."""
 
 
 class GuardedParameters(dict[str, Any]):
     """``_parameters`` of a module that does not compute with (some of) them: assigning others raises ConfigError.
 
-    ``torch.export`` does not list them, since it would make inputs of them.
+    Hidden from ``torch.export``, which would make them inputs.
 
     Attributes:
-        names: local name of a guarded parameter -> its name in the site. owner: has their values; None: no one can
-            give them back.
+        names: local name of a guarded parameter -> its name in the site. owner: has their values; None: they cannot be
+            restored.
     """
 
     def __init__(self, parameters: Mapping[str, Any], names: Mapping[str, str], owner: Any) -> None:
@@ -194,9 +194,8 @@ class GuardedParameters(dict[str, Any]):
 
 
 class GuardedModules(dict[str, Any]):
-    """``_modules`` of a module that does not call them any more: replacing one raises ConfigError.
-
-    ``key`` names the FFN that a sparse layer computes in their place.
+    """``_modules`` of a module that no longer calls them, since a sparse layer computes the FFN ``key``: replacing one
+    raises ConfigError.
     """
 
     def __init__(self, modules: Mapping[str, Any], key: str) -> None:
@@ -233,8 +232,8 @@ def _exporting() -> bool:
 
 
 class _Method:
-    """``function(module, ...)`` as an attribute of ``module``, which it knows weakly: a cycle would keep weights in
-    memory until garbage is collected.
+    """``function(module, ...)`` as an attribute of ``module``, with a weak reference: a cycle would keep weights until
+    garbage collection.
     """
 
     def __init__(self, function: Callable[..., Any], module: nn.Module) -> None:
@@ -272,7 +271,7 @@ def apply_without_offloaded(module: nn.Module, fn: Any, recurse: bool = True) ->
 
 @contextmanager
 def _dense(module: nn.Module) -> Iterator[GuardedParameters]:
-    """Within it ``module`` has ordinary parameters with their values."""
+    """During the block ``module`` has ordinary parameters with their values."""
     guarded = module._parameters
     assert isinstance(guarded, GuardedParameters)
     freed = [name for name, p in dict.items(guarded) if isinstance(p, OffloadedParameter)]
@@ -284,7 +283,7 @@ def _dense(module: nn.Module) -> Iterator[GuardedParameters]:
 
 
 def _save_to_state_dict(module: Any, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-    """By a twin that has the values: other threads may run or save ``module`` meanwhile."""
+    """Save a twin that has the values, since other threads may run or save ``module`` meanwhile."""
     guarded, twin = module._parameters, object.__new__(type(module))
     values = {
         name: guarded.owner.dense_value(guarded.names[name]) if isinstance(p, OffloadedParameter) else p
@@ -313,7 +312,7 @@ def _load_from_state_dict(module: Any, state_dict: Mapping[str, Any], prefix: st
             guarded.owner.load_value(of_site, module._parameters[name].detach())
 
 
-#: Says of a module that several sparse layers have its values, of which ``owner`` is the last.
+#: Attribute of a module whose values are in several sparse layers, of which ``owner`` is the last.
 _SHARED = "_pi2_shared"
 
 _METHODS: dict[str, Callable[..., Any]] = {
@@ -326,9 +325,9 @@ _METHODS: dict[str, Callable[..., Any]] = {
 def offload(
     module: nn.Module, names: Mapping[str, str], owner: WeightOwner, freed: Iterable[str], shared: bool = False
 ) -> None:
-    """``owner`` has the values of the parameters ``names`` of ``module``; the memory of those in ``freed`` is freed.
+    """Move the values of parameters ``names`` of ``module`` to ``owner``, and free the memory of those in ``freed``.
 
-    ``shared``: ``module`` runs elsewhere, with values of its own.
+    ``shared``: ``module`` also runs elsewhere, with values of its own.
     """
     for name in freed:
         parameter: Any = module._parameters[name]
@@ -342,7 +341,7 @@ def offload(
 
 
 def take_back(module: nn.Module) -> None:
-    """Undo :func:`offload`: ``module`` has ordinary parameters with their values."""
+    """Undo :func:`offload`: ``module`` has ordinary parameters again."""
     guarded = module._parameters
     assert isinstance(guarded, GuardedParameters)
     for name, parameter in dict.items(guarded):

@@ -1,4 +1,4 @@
-"""The version of this package, and how to install what its extras name: no index has the package itself."""
+"""The version of this package, and how to install its extras: it is in no package index."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from torch_pi2.errors import LibraryMissingError
 
 
 def how_to_install(*extras: str) -> str:
-    """``pip install`` of the packages that the extras name, for messages: right however this one was installed."""
+    """The ``pip install`` command, for messages, that installs the extras' packages, however this package was
+    installed.
+    """
     try:
         lines = metadata.requires("torch-pi2") or []
     except metadata.PackageNotFoundError:
@@ -31,7 +33,7 @@ def how_to_install(*extras: str) -> str:
 
 
 def missing_package(name: str, extra: str, error: ImportError, expected: str = "") -> LibraryMissingError:
-    """For a package that could not be imported; ``extra``: names it. ``expected``: what for."""
+    """For a package of ``extra`` that could not be imported. ``expected``: its purpose."""
     return LibraryMissingError(
         name, expected=expected or f"an installed {name}", found=str(error), fix=how_to_install(extra)
     )

@@ -1,6 +1,6 @@
-"""Progress of long operations: a bar in a terminal, elsewhere a log line as each phase begins; and warnings given once.
+"""Progress of long operations: a bar in a terminal, elsewhere a log line per phase; and one-time warnings.
 
-The command line shows these lines on standard error; a program that uses the library sees them if it wants to
+The command line shows these lines on standard error; programs can enable them
 (``logging.getLogger("torch_pi2.progress")``, level INFO).
 """
 
@@ -18,7 +18,7 @@ _log = logging.getLogger(LOGGER)
 
 
 def bar(items: Iterable[Any] | None, what: str, progress: bool, **settings: Any) -> Any:
-    """A bar of tqdm over ``items`` (None: moved by hand), if ``progress`` is wanted; ``settings``: tqdm's."""
+    """A tqdm bar over ``items`` (None: advanced manually) if ``progress``; ``settings``: tqdm's."""
     from tqdm import tqdm
 
     shown = progress and sys.stderr is not None and sys.stderr.isatty()
@@ -28,13 +28,13 @@ def bar(items: Iterable[Any] | None, what: str, progress: bool, **settings: Any)
 
 
 def phase(what: str) -> None:
-    """One that has no bar begins."""
+    """Log the beginning of a phase without a bar."""
     _log.info("%s ...", what)
 
 
 @contextmanager
 def lines(prefix: str, wanted: bool = True) -> Iterator[None]:
-    """Write each phase to standard error meanwhile, or if it is not ``wanted`` none of them."""
+    """Write phases to standard error during the block, or none of them unless ``wanted``."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"{prefix}: %(message)s"))
     before = (_log.level, _log.propagate)
@@ -53,7 +53,7 @@ _said: set[str] = set()
 
 
 def log_once(message: str) -> bool:
-    """Log ``message``, the first time; whether it was."""
+    """Log ``message`` the first time; returns whether it was logged."""
     if message in _said:
         return False
     _said.add(message)
@@ -62,6 +62,6 @@ def log_once(message: str) -> bool:
 
 
 def warn_once(message: str) -> None:
-    """The same, and a UserWarning of the caller's caller."""
+    """:func:`log_once` with a UserWarning for the caller's caller."""
     if log_once(message):
         warnings.warn(f"torch_pi2: {message}", stacklevel=3)

@@ -10,18 +10,18 @@ from typing import Any
 
 from torch_pi2.errors import ArtifactError
 
-#: Lists and objects inside one another. Our files have some 6; Python ends at about 1000, wherever it is then.
+#: Largest nesting depth. Our files have some 6; Python's recursion limit is about 1000.
 MOST_DEPTH = 64
-#: Of a text that is read whole.
+#: Largest text.
 MOST_BYTES = 1 << 28
-#: What a file may take while it is read, beside twice its size.
+#: Memory that parsing may take, in addition to twice the file's size.
 ROOM_BYTES = 64 << 20
 
 
 def open_file(path: str | Path, expected: str = "a file", fix: str = "Check the folder's name.") -> int:
     """A descriptor of the regular file ``path``, for reading. Raises ArtifactError at once for anything else."""
     try:
-        # a pipe would wait for somebody who writes
+        # opening a pipe would block
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:  # ValueError: a name with a NUL
         found = "nothing" if isinstance(error, FileNotFoundError) else str(getattr(error, "strerror", None) or error)
@@ -38,7 +38,7 @@ def open_file(path: str | Path, expected: str = "a file", fix: str = "Check the 
 def read_bytes(
     path: str | Path, expected: str = "a file", fix: str = "Check the folder's name.", *, most: int = MOST_BYTES
 ) -> bytes:
-    """All of a regular file of at most ``most`` bytes. Raises ArtifactError."""
+    """The content of a regular file of at most ``most`` bytes. Raises ArtifactError."""
     with open(open_file(path, expected, fix), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
@@ -59,15 +59,15 @@ def parse(
     room: int | None = None,
     unique: bool = True,
 ) -> Any:
-    """The value of a JSON text that was read from ``where``: the one way in which we parse.
+    """The value of a JSON text read from ``where``: the only JSON parser of the package.
 
     Args:
-        room: bytes that text and value may take together (default: 64 MiB and twice the text).
-        unique: names twice in an object are damage. Others' files may have them: Python takes the last.
+        room: memory in bytes for text and value together (default: 64 MiB and twice the text).
+        unique: repeated names in an object are damage; otherwise the last counts, as usual in Python.
 
     Raises:
-        ArtifactError: not UTF-8 or not JSON, nested too deeply, a number with thousands of digits, or a text of many
-            small values, which would take many times its size.
+        ArtifactError: not UTF-8, not JSON, nested too deeply, numbers with thousands of digits, or many small values
+            that would take many times the text's size.
     """
     try:
         needed = _bytes_of(text)
@@ -89,7 +89,7 @@ def parse(
 
 
 def _bytes_of(text: str | bytes) -> int:
-    """About what the text and its parsed value take; more, rather than less, unless all names are different."""
+    """Estimated memory of a text and its parsed value, rather too high unless all names are different."""
 
     def count(character: str) -> int:
         return text.count(character) if isinstance(text, str) else text.count(character.encode())

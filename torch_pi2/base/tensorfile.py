@@ -1,8 +1,8 @@
 """Safetensors files of any size, written and read tensor by tensor within bounded memory.
 
-The writer knows names, shapes and dtypes beforehand, so the header is written first and the tensors go to their places
-in any order; the file appears under its name only when all of them are there. The reader copies straight from the
-file into the memory that the tensor keeps: no mapping, whose pages would count twice, and no second copy.
+Names, shapes and dtypes are known beforehand, so the writer writes the header first and tensors in any order; the file
+gets its name when it is complete. The reader copies straight into the tensor's memory, without a mapping, whose pages
+would count twice.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-#: Where the data begins is a multiple of this; tensors as large as a page begin on one too, see ``in_file_order``.
+#: Alignment of the data, and of tensors as large as a page (see ``in_file_order``).
 ALIGNMENT = 4096
 #: Largest header that the safetensors library accepts.
 _MAX_HEADER = 100_000_000
-#: Bytes per system call: enough for full bandwidth, few enough that a progress bar moves.
+#: Bytes per system call: enough for full bandwidth, and for a smooth progress bar.
 _PIECE = 8 << 20
-#: Numbers in a tensor: fewer than that fit into 63 bits as bytes of any dtype.
+#: Bound on the numbers in a tensor, so that sizes in bytes fit into 63 bits.
 _LARGEST = 1 << 60
 _EXPECTED, _FIX = "a whole safetensors file", "Copy it again, or make it again."
-#: Of a tensor: more than any has, fewer than torch takes.
+#: Most dimensions of a tensor; torch's limit is higher.
 _MOST_AXES = 32
 
 
@@ -82,15 +82,15 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def in_file_order(specs: Mapping[str, Spec]) -> list[str]:
-    """Names, those first whose sizes are divisible by the largest power of two (a page at most).
+    """Names, ordered by the largest power of two (a page at most) that divides their sizes, descending.
 
-    Safetensors allows no gaps between tensors. In this order every tensor begins at a multiple of what divides its
-    own size, so that matrices, whose sizes are whole pages in all but toy models, begin on a page.
+    Safetensors allows no gaps between tensors. In this order every tensor is aligned to what divides its own size, so
+    that matrices, whose sizes are whole pages in all but toy models, begin on a page.
     """
     return sorted(specs, key=lambda name: -math.gcd(specs[name].nbytes, ALIGNMENT) if specs[name].nbytes else 0)
 
 
-#: Of a tensor that is copied, at a time.
+#: Bytes per step when copying a tensor.
 _COPY_BYTES = 1 << 24
 
 
@@ -99,10 +99,9 @@ class TensorWriter:
 
     Args:
         path: appears when the block ends without an exception; until then the data is in a temporary file beside it.
-        specs: all tensors of the file.
-        metadata: strings by name.
+        specs: all tensors of the file. metadata: strings by name.
         progress: a progress bar on standard error if it is a terminal and writing takes over two seconds.
-        order: names in the order in which they lie in the file (default: large ones on pages, see in_file_order).
+        order: names in file order (default: :func:`in_file_order`).
     """
 
     def __init__(
@@ -141,7 +140,7 @@ class TensorWriter:
         return len(text).to_bytes(8, "little") + text
 
     def set_metadata(self, name: str, value: str) -> None:
-        """Replace a value that was not known at the beginning by another of the same length."""
+        """Replace a value by one of the same length that was not known at the beginning."""
         self._entries["__metadata__"][name] = value
         header = self._encoded()
         assert len(header) == self._data
@@ -152,11 +151,10 @@ class TensorWriter:
 
     @property
     def file_bytes(self) -> int:
-        """Size of the finished file."""
         return self._data + self._total
 
     def offset(self, name: str) -> int:
-        """Where in the file tensor ``name`` begins."""
+        """Offset of tensor ``name`` in the file."""
         return self._data + self._start[name]
 
     def __enter__(self) -> Self:
@@ -177,7 +175,7 @@ class TensorWriter:
         return os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def write(self, name: str, tensor: torch.Tensor, *, row: int = 0) -> None:
-        """Write ``tensor`` as ``name``, or as its rows from ``row`` on, with the dtype and row shape declared, once."""
+        """Write ``tensor`` as ``name``, or as its rows from ``row`` on, with the declared dtype and row shape, once."""
         spec = self.specs[name]
         whole = tuple(tensor.shape) == spec.shape and row == 0
         rows = tensor.dim() > 0 and tuple(tensor.shape[1:]) == spec.shape[1:] and row + len(tensor) <= spec.shape[0]
@@ -187,12 +185,14 @@ class TensorWriter:
         self._put(name, tensor, row * per_row)
 
     def write_bytes(self, name: str, data: torch.Tensor, at: int) -> None:
-        """Write ``data``, uint8 ``[n]``, as the bytes of ``name`` from ``at`` on. Raises ArtifactError as ``write``."""
+        """Write ``data``, uint8 ``[n]``, as the bytes of ``name`` from ``at`` on. Raises ArtifactError as
+        :meth:`write`.
+        """
         assert at + data.nbytes <= self.specs[name].nbytes
         self._put(name, data, at)
 
     def copy(self, name: str, source: str) -> None:
-        """Write the bytes of tensor ``source``, all of them written before, as ``name``. Raises as ``write`` does."""
+        """Copy tensor ``source``, which must be complete, to ``name``. Raises as :meth:`write`."""
         size = self.specs[source].nbytes
         file = os.open(self._temporary, os.O_RDONLY)
         try:
@@ -246,11 +246,10 @@ class TensorWriter:
 
 
 class TensorReader:
-    """A safetensors file: its header, checked, and its tensors one at a time. Close it, or use it as a context manager.
+    """A safetensors file: its checked header, and its tensors one at a time. Close it, or use it as a context manager.
 
     Attributes:
-        specs: shape and dtype of every tensor.
-        metadata: strings by name.
+        specs: shape and dtype of every tensor. metadata: strings by name.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -305,7 +304,7 @@ class TensorReader:
             if not all(isinstance(s, str) for s in (*metadata.keys(), *metadata.values())):
                 raise TypeError("metadata that is not text")
             for text in (*metadata.keys(), *metadata.values()):
-                text.encode()  # raises for half a character
+                text.encode()  # raises for lone surrogates
             entries = {name: _entry(name, value) for name, value in header.items()}
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             self._damaged(f"{type(error).__name__}: {shown(str(error))}")
@@ -320,7 +319,7 @@ class TensorReader:
         return specs, {name: 8 + length + start for name, (_, start, _) in entries.items()}, metadata
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
-        """Tensor ``name``, or its rows ``[start, stop)``, in memory of its own; large ones in huge pages."""
+        """A copy of tensor ``name``, or of its rows ``[start, stop)``; large ones in huge pages."""
         spec = self.spec(name)
         shape = spec.shape if rows is None else (rows[1] - rows[0], *spec.shape[1:])
         tensor = new_tensor(shape, spec.dtype)
@@ -328,20 +327,20 @@ class TensorReader:
         return tensor
 
     def mapped(self, name: str) -> torch.Tensor:
-        """Tensor ``name`` where it is in the file, in the memory of :attr:`memory`. Raises as :meth:`read`."""
+        """Tensor ``name`` in place, in the mapped :attr:`memory`. Raises as :meth:`read`."""
         spec = self.spec(name)
         return self.memory.tensor(spec.shape, spec.dtype, self._start[name])
 
     @cached_property
     def memory(self) -> MappedFile:
-        """The file as memory. Raises ArtifactError: the system does not give it."""
+        """The mapped file. Raises ArtifactError: it cannot be mapped."""
         try:
             return MappedFile(self._file)
         except OSError as error:
             self._damaged(str(error.strerror or error))
 
     def spec(self, name: str) -> Spec:
-        """Raises ArtifactError if the file has no such tensor."""
+        """Raises ArtifactError: there is no such tensor."""
         if name not in self.specs:
             raise ArtifactError(
                 str(self.path),
@@ -361,13 +360,13 @@ class TensorReader:
         self._read(name, bytes_of(tensor), row * per_row)
 
     def read_bytes(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Bytes ``[start, stop)`` of tensor ``name`` as they are in the file, uint8."""
+        """Bytes ``[start, stop)`` of tensor ``name`` as stored, uint8."""
         data = torch.empty(stop - start, dtype=torch.uint8)
         self._read(name, bytes_of(data), start)
         return data
 
     def offset(self, name: str) -> int:
-        """Where in the file tensor ``name`` begins."""
+        """Offset of tensor ``name`` in the file."""
         return self._start[name]
 
     def _read(self, name: str, data: memoryview, at: int) -> None:
@@ -383,18 +382,18 @@ class TensorReader:
 
 
 def read_tensors(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Tensors and metadata of a safetensors file, in memory of their own. Raises ArtifactError."""
+    """Copies of all tensors, and the metadata, of a safetensors file. Raises ArtifactError."""
     with TensorReader(path) as file:
         return {name: file.read(name) for name in file.specs}, file.metadata
 
 
 def _entry(name: str, value: Any) -> tuple[Spec, int, int]:
-    """One entry of a header. Raises KeyError, TypeError or ValueError on anything but what the format allows."""
+    """One entry of a header. Raises KeyError, TypeError or ValueError: invalid."""
     shape, offsets = value["shape"], value["data_offsets"]
     numbers = [*shape, *offsets]
     sizes = [n for n in numbers if type(n) is int and n >= 0]
     good = len(offsets) == 2 and len(shape) <= _MOST_AXES and len(sizes) == len(numbers)
-    # zeros left out: torch cannot make a tensor of (0, 2**60, 2**60) either
+    # without zeros: torch cannot make a tensor of (0, 2**60, 2**60) either
     if not good or math.prod(n for n in shape if n) >= _LARGEST:
         raise ValueError(f"shape {shown(shape)} or offsets {shown(offsets)} of {name}")
     if value["dtype"] not in DTYPES:

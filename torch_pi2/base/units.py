@@ -1,4 +1,4 @@
-"""Bytes and shares as people write and read them."""
+"""Conversion of bytes and shares to and from text."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def parse_bytes(value: float | str, what: str = "budget") -> int:
         found = round(float(match.group(1)) * _UNITS[match.group(2)], 3)
     if not 0 <= found < math.inf:
         raise ConfigError(what, expected="bytes, or text such as 2.5GiB or 700MB", found=repr(value), fix="Correct it.")
-    return math.ceil(found)  # what a message names, rounded up to a tenth of a MiB, is enough
+    return math.ceil(found)  # rounded up, so that sizes from messages (tenths of a MiB) suffice
 
 
 def size(count: float) -> str:
-    """Bytes for people: 812 B, 4.2 KB, 1.3 MB (powers of 1000)."""
+    """Bytes as text: 812 B, 4.2 KB, 1.3 MB (powers of 1000)."""
     for unit in ("B", "KB", "MB"):
         if count < 1000:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
@@ -35,7 +35,7 @@ def size(count: float) -> str:
 
 
 def mebibytes(count: int, up: bool = False) -> str:
-    """With one digit, never more than there are; ``up``: never fewer."""
+    """With one digit, rounded down, or ``up``."""
     return f"{(-(-count * 10 >> 20) if up else count * 10 >> 20) / 10:.1f} MiB"
 
 

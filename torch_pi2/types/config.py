@@ -10,21 +10,21 @@ from torch_pi2.errors import ConfigError
 from torch_pi2.formats import ACTIVATIONS, FLOAT, QUANTIZED
 from torch_pi2.types.method import Method
 
-#: ``auto`` picks the cheapest of the others per layer.
+#: ``auto`` picks the cheapest per layer.
 METHODS = ("auto", *(method.value for method in Method))
 
-#: The score that ``threshold`` compares: |act(gate)|, alone or weighted by statistics of the neuron's up and down, or
+#: The score for ``threshold``: |act(gate)|, alone or weighted by statistics of the neuron's up and down, or
 #: |up|, weighted by those of its gate and down.
 SCORES = ("gate", "output", "up", "auto")
 
-#: How weights may be stored, and how they are rounded.
+#: Formats of weights, and how weights are rounded.
 WEIGHTS = (FLOAT, *QUANTIZED)
 QUANTIZATIONS = ("rtn", "weighted", "gptq")
 #: Formats of linear layers outside FFNs in an exported program.
 LINEARS = ("float32", "int8", "int4")
 #: Formats of its KV cache.
 KV_FORMATS = ("float32", "float16", "int8")
-#: Which methods compute attention on an accelerator: none, those for prompts, or all with hot clusters.
+#: Exported methods with attention on an accelerator: none, or those for prompts.
 HOT_ATTENTION = ("none", "prompts")
 
 
@@ -34,33 +34,32 @@ class Config:
 
     Attributes:
         method: how cold neurons are selected. ``exact`` (lossless on ReLU-family activations: skipped neurons are
-            multiplied by zero), ``threshold`` (lossy: CATS, for SwiGLU and GeGLU models, no training),
-            ``lowrank`` (lossy: a fitted low-rank predictor), ``signbit`` (lossy: a predictor from the gate's signs,
-            only calibrated), ``dense`` (every neuron), or ``auto``: per layer whichever of ``exact``/``threshold`` and
-            ``lowrank`` reads fewer bytes (for experts of a mixture ``exact``/``threshold``: no predictors are fitted).
-        hot_frequency: neurons that fire for at least this share of tokens are hot: computed densely, never
-            predicted (lossless in itself). Experts have no hot neurons.
-        target_recall: where the search for each layer's recall starts; with ``signbit`` each layer's recall (lossy).
+            multiplied by zero), ``threshold`` (lossy: CATS, for SwiGLU and GeGLU models, no training), ``lowrank``
+            (lossy: a fitted low-rank predictor), ``signbit`` (lossy: a predictor from the gate's signs, only
+            calibrated), ``dense`` (every neuron), or ``auto``: per layer whichever of ``exact``/``threshold`` and
+            ``lowrank`` reads fewer bytes (for experts ``exact``/``threshold``, without predictors).
+        hot_frequency: neurons that fire for at least this share of tokens are hot: computed densely, never predicted
+            (lossless in itself). Experts have no hot neurons.
+        target_recall: start of the search for each layer's recall; with ``signbit`` each layer's recall (lossy).
         tolerance: relative increase of the model's loss that predictors may cause, 0.01 = 1 % (lossy).
         sparsity: share of neurons that ``threshold`` skips in every layer that has no exact zeros (lossy).
         score: which neurons ``threshold`` skips (lossy). ``gate``: by ``|act(gate)|`` (CATS). ``output``: times the
             norm of its down row and the typical size of its up on calibration text. ``up``: ``|up|`` times the norm of
-            its down row and the typical size of its ``act(gate)``, so that up is computed for all neurons, and gate and
-            down only above the threshold. ``auto``: per layer whichever of these two changes the output less at its
-            share (``output`` with ``lowrank`` and ``signbit``). With all but ``gate`` each neuron has a threshold of
-            its own, for which there are no GPU kernels; experts of a mixture support ``gate`` only, which ``auto``
-            selects for them.
+            its down row and the typical size of its ``act(gate)``; up is computed for all neurons, gate and down only
+            above the threshold. ``auto``: per layer whichever of these two changes the output less at its share
+            (``output`` with ``lowrank`` and ``signbit``). With all but ``gate`` each neuron has its own threshold, for
+            which there are no GPU kernels; experts support ``gate`` only, which ``auto`` selects for them.
         max_loss: relative increase of the model's loss that thresholds may cause, 0.01 = 1 % (lossy). It replaces
             ``sparsity``: the largest share within that loss on held-out calibration text is used. None: ``sparsity``.
-        weights: how weights of FFNs and other linear layers are stored. ``float``: unchanged (lossless); ``int4``,
+        weights: format of the weights of FFNs and other linear layers. ``float``: unchanged (lossless); ``int4``,
             ``int8``: integers in groups of 32 with a float16 scale, 4.5 and 8.5 bits per weight (lossy). Embeddings,
             norms and small layers stay float. Cannot be restored.
         activations: with quantised weights, ``int8`` rounds the inputs of linear layers, gate and up to 8 bits in
             groups of 32 (lossy, faster), ``float`` does not.
         quantization: how weights are rounded. ``rtn``: to nearest, with the scale of smallest squared error;
             ``weighted``: squared errors weighted by the input's mean square on calibration text (int4 only); ``gptq``:
-            GPTQ, which minimises the error of each layer's outputs on calibration text (takes minutes; experts that
-            almost none of it reaches are rounded to nearest, with a warning).
+            GPTQ, which minimises the error of each layer's outputs on calibration text (takes minutes; experts that get
+            almost no tokens are rounded to nearest, with a warning).
         calibration_tokens: calibration stops after the batch that reaches this many tokens.
         batch_size, seq_len: shape of calibration batches; batch_size also bounds the batch statistics.
         seed: of every random choice.
@@ -111,7 +110,7 @@ class ConfigFields(TypedDict, total=False):
 
 
 def configured(config: Config | None, fields: ConfigFields) -> Config:
-    """``config``, or one of ``fields``. Raises ConfigError: both were given, or a field makes no sense."""
+    """``config``, or one made from ``fields``. Raises ConfigError: both were given, or a field is invalid."""
     if config is not None and fields:
         raise ConfigError(
             f"config and {', '.join(fields)}",

@@ -1,6 +1,5 @@
-"""How a layer's cold neurons are chosen, and the interface of predictors, which choose them.
-
-Files and arguments have the text of a ``Method``, which equals it.
+"""How a layer's cold neurons are chosen, and the interface of predictors. A ``Method`` equals its text in files and
+arguments.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ class Method(StrEnum):
 
     @property
     def predicted(self) -> bool:
-        """Its layers need a predictor."""
+        """Whether its layers need a predictor."""
         return self in (Method.LOWRANK, Method.SIGNBIT)
 
     @property
     def lossy(self) -> bool:
-        """Neurons are left out that may not be zero."""
+        """Whether neurons may be left out that are not zero."""
         return self.predicted or self is Method.THRESHOLD
 
 
@@ -41,17 +40,14 @@ LOSSY = tuple(method.value for method in Method if method.lossy)
 
 @dataclass
 class PredictorCard:
-    """Measured on held-back calibration tokens, never on those it was fitted to.
+    """Measured on held-out calibration tokens, never on those used for fitting.
 
     Attributes:
-        recall: share of firing (token, neuron) pairs predicted active.
-        precision: share of predicted pairs that fire.
+        recall: share of firing (token, neuron) pairs predicted active. precision: share of predicted pairs that fire.
         predicted_active: mean share of neurons predicted active per token.
-        bytes: size in storage.
-        cost_share: multiply-adds of the predictor over those of the dense FFN.
+        bytes: size in storage. cost_share: multiply-adds of the predictor over those of the dense FFN.
         rank: hidden size of a low-rank predictor, 0 for others.
-        mass_recall: recall weighted by what each neuron adds to the output (``|h| * ||down column||``), None if
-            not measured.
+        mass_recall: recall weighted by each neuron's contribution to the output (``|h| * ||down column||``), or None.
     """
 
     recall: float
@@ -75,7 +71,7 @@ class Predictor(Protocol):
     def threshold(self) -> float: ...
 
     def at_threshold(self, threshold: float) -> Self:
-        """A copy that predicts what scores ``threshold`` or more."""
+        """A copy that predicts neurons with scores of ``threshold`` or more."""
 
     def scores(self, x_TH: torch.Tensor) -> torch.Tensor:
         """``[T, I]`` float32 logits; a neuron is predicted active iff its score >= ``threshold``."""

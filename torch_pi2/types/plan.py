@@ -1,12 +1,12 @@
-"""``Plan``: which neurons are hot, in what order they lie, and how cold ones are chosen (plan.json).
+"""``Plan``: which neurons are hot, their order, and how cold ones are chosen (plan.json).
 
-A plan is small and readable; the neuron orders go beside it in ``plan.safetensors``. Both carry the hash of
-the weights they were made from, so a plan for another model is an error and never a wrong answer.
+A plan is small and readable; neuron orders are beside it in ``plan.safetensors``. Both carry the hash of their weights,
+so a plan for another model is an error and never a wrong answer.
 
-``HardwarePlan``, a part of it, is how the planned model runs on one machine, by the number of sequences that are
-decoded together. PowerInfer-2's offline planner (arXiv 2406.06282, section 5) makes a *neuron plan*, which neurons are
-hot, and a *hardware plan*: threads, cache sizes, I/O patterns, and a graph for each batch size. The second has the part
-of the first that depends on the batch, too. docs/PLAN.md has the format.
+``HardwarePlan``, a part of it, says how the planned model runs on one machine, by the number of sequences that are
+decoded together. PowerInfer-2's offline planner (arXiv 2406.06282, section 5) makes a *neuron plan*, the hot neurons,
+and a *hardware plan*: threads, cache sizes, I/O patterns, and a graph per batch size. Ours also has the hot neurons by
+batch size. docs/PLAN.md has the format.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch_pi2.types.method import METHODS, PREDICTED
 from torch_pi2.types.offload import OffloadConfig
 from torch_pi2.types.site import FFNSite
 
-#: 1 had no ``hardware`` part and is read, too. Plans in which neurons have thresholds of their own are of 3.
+#: Version 1, without ``hardware``, is supported too. Version 3: with a threshold for each neuron.
 PLAN_VERSION, _WITH_THRESHOLDS = 2, 3
 _VERSIONS = (1, _WITH_THRESHOLDS, PLAN_VERSION)
 
@@ -46,14 +46,13 @@ class LayerPlan:
     """The plan of one FFN.
 
     Attributes:
-        site: the FFN.
-        method: the text of a :class:`~torch_pi2.types.method.Method`.
+        site: the FFN. method: the text of a :class:`~torch_pi2.types.method.Method`.
         n_hot: the first ``n_hot`` neurons of ``order`` are computed densely.
         order: ``[I]`` int32, plan position -> original neuron (most frequent first).
         threshold: cut on the score for ``threshold`` (0 otherwise).
         expected_active: mean share of cold neurons computed per token, measured on calibration data.
-        thresholds: ``[I]`` float32 in *original* order, where the score is more than ``|act(gate)|``: what it comes to
-            for each neuron's ``|act(gate)|``. None: ``threshold`` for all.
+        thresholds: ``[I]`` float32 in *original* order, for scores other than ``|act(gate)|``: each neuron's equivalent
+            cut on ``|act(gate)|``. None: ``threshold`` for all.
     """
 
     site: FFNSite
@@ -74,10 +73,8 @@ class LayerPlan:
 
 @dataclass
 class Plan:
-    """A plan for a whole model; ``layers`` in order of execution.
-
-    Attributes:
-        hardware: how it runs on one machine, by batch size; None: ``n_hot`` whatever the batch.
+    """A plan for a whole model; ``layers`` in order of execution. ``hardware``: how it runs on one machine, by batch
+    size; None: ``n_hot`` for any batch.
     """
 
     layers: list[LayerPlan]
@@ -87,10 +84,8 @@ class Plan:
     _model: weakref.ref[nn.Module] | None = field(default=None, init=False, repr=False, compare=False)
 
     def bind(self, model: nn.Module) -> Plan:
-        """Remember ``model`` (weakly); returns the plan itself.
-
-        Raises:
-            StaleArtifactError: ``model``'s FFN weights are not the plan's.
+        """Remember ``model`` (weakly); returns the plan itself. Raises StaleArtifactError: ``model`` has other FFN
+        weights.
         """
         self.check_model(model)
         self._model = weakref.ref(model)
@@ -100,7 +95,7 @@ class Plan:
         return self.__dict__ | {"_model": None}  # weak references cannot be pickled
 
     def model(self) -> nn.Module:
-        """The model it is bound to. Raises ConfigError if there is none, or it is gone."""
+        """The bound model. Raises ConfigError: there is none, or it was garbage-collected."""
         model = None if self._model is None else self._model()
         if model is None:
             raise ConfigError(
@@ -113,14 +108,14 @@ class Plan:
 
     @property
     def orders_hash(self) -> str:
-        """SHA-256 of :attr:`orders`: what lies in plan order belongs to plans with these alone."""
+        """SHA-256 of :attr:`orders`, which identifies data in plan order."""
         return _orders_hash(self.orders)
 
     def by_key(self) -> dict[str, LayerPlan]:
         return {layer.site.key: layer for layer in self.layers}
 
     def check_model(self, model: nn.Module) -> None:
-        """Raises StaleArtifactError if ``model``'s FFN weights are not the ones the plan was made from."""
+        """Raises StaleArtifactError: ``model`` has other FFN weights than the plan."""
         found = weights_hash(model, [layer.site for layer in self.layers])
         if found != self.model_hash:
             dtypes = sorted({dtype_name(layer.site.weights(model).up.dtype) for layer in self.layers})
@@ -134,8 +129,8 @@ class Plan:
 
     @property
     def orders(self) -> dict[str, torch.Tensor]:
-        """``KEY.order`` -> int32 ``[I]``, plan position -> original neuron, and where neurons have their own
-        ``KEY.thresholds`` -> float32 ``[I]``: what :meth:`to_json` leaves out.
+        """``KEY.order`` -> int32 ``[I]``, plan position -> original neuron, and ``KEY.thresholds`` -> float32 ``[I]``
+        of layers that have them: the data that :meth:`to_json` leaves out.
         """
         orders = {f"{layer.site.key}.order": layer.order.to(torch.int32) for layer in self.layers}
         return orders | {
@@ -161,9 +156,9 @@ class Plan:
 
     @staticmethod
     def load(folder: str | Path) -> Plan:
-        """Read what :meth:`save` wrote. Raises ArtifactError on anything missing, broken or mismatched.
+        """Read what :meth:`save` wrote. Raises ArtifactError: missing, damaged or mismatched files.
 
-        A neuron store has its plan inside (:mod:`torch_pi2.store.parts`), and no such files beside it.
+        A neuron store has its plan inside (:mod:`torch_pi2.store.parts`), without such files.
         """
         where, beside = Path(folder) / "plan.json", f"{folder}/plan.safetensors"
         text = read_text(where)
@@ -175,8 +170,7 @@ class Plan:
 
     @staticmethod
     def from_json(text: str, orders: dict[str, torch.Tensor], where: str, beside: str = "") -> Plan:
-        """Inverse of :meth:`to_json` and :attr:`orders`, which are in the files ``where`` and ``beside`` (``where``).
-
+        """Inverse of :meth:`to_json` and :attr:`orders`, from the files ``where`` and ``beside`` (default: ``where``).
         Raises as :meth:`load`.
         """
         beside = beside or where
@@ -195,13 +189,13 @@ class Plan:
 
 
 def lossy_methods(plan: Plan) -> dict[str, int]:
-    """Method -> number of layers in which it leaves out neurons that may not be zero."""
+    """Method -> number of its layers, for lossy methods."""
     layers = [y.method for y in plan.layers if y.n_cold and (y.method in PREDICTED or y.threshold > 0)]
     return dict(Counter(layers))
 
 
 def _orders_hash(orders: dict[str, torch.Tensor]) -> str:
-    """SHA-256 over names and orders, so that plan.json knows its plan.safetensors."""
+    """SHA-256 over names and orders, which links plan.json to its plan.safetensors."""
     digest = hashlib.sha256()
     for name in sorted(orders):
         digest.update(name.encode() + orders[name].contiguous().numpy().tobytes())
@@ -219,7 +213,7 @@ def _other_plan(beside: str, expected: str, found: str) -> StaleArtifactError:
 
 
 def _read_layer(entry: Field, orders: dict[str, torch.Tensor], beside: str) -> LayerPlan:
-    """One entry of plan.json. Raises ArtifactError for anything but what ``save`` writes."""
+    """One entry of plan.json. Raises ArtifactError: invalid."""
     site = FFNSite.from_json(entry.at("site").value, entry.at("site").path)
     neurons = site.intermediate
 
@@ -243,7 +237,7 @@ def _read_layer(entry: Field, orders: dict[str, torch.Tensor], beside: str) -> L
 
 
 def is_permutation(order: torch.Tensor, count: int) -> bool:
-    """Whether ``order`` has each of the numbers from 0 to ``count`` - 1 once."""
+    """Whether ``order`` has each number from 0 to ``count`` - 1 once."""
     if len(order) != count:
         return False
     seen = torch.zeros(count, dtype=torch.bool)
@@ -255,7 +249,7 @@ def is_permutation(order: torch.Tensor, count: int) -> bool:
 
 
 def weights_hash(model: Any, sites: list[FFNSite]) -> str:
-    """SHA-256 over the FFN weights of ``sites``, in the order of a neuron's rows, whatever the file format."""
+    """SHA-256 over the FFN weights of ``sites``, in the row order of a neuron, independent of the file format."""
     digest = hashlib.sha256()
     for site in sites:
         for tensor in site.weights(model):
@@ -266,11 +260,11 @@ def weights_hash(model: Any, sites: list[FFNSite]) -> str:
     return digest.hexdigest()
 
 
-#: An accelerator computes a multiple of this many neurons of a layer, or all of them.
+#: Granularity of a layer's neurons on an accelerator, unless it has all.
 ACCELERATOR_CHUNK = 512
 #: Settings of :class:`torch_pi2.OffloadConfig` that a plan may choose; all are lossless.
 OFFLOAD_SETTINGS = ("policy", "io_threads", "in_flight", "run_bytes", "gap_bytes", "lookahead")
-#: What threads are for.
+#: Purposes of threads.
 THREAD_ROLES = ("compute", "io")
 
 
@@ -280,10 +274,10 @@ class Bucket:
 
     Attributes:
         batch: the largest number of tokens of a decoding step.
-        hot: by layer, how many neurons, the first in plan order, are computed without asking a predictor; if all, the
-            layer is dense. At least the ``n_hot`` of its :class:`~torch_pi2.types.plan.LayerPlan`.
-        accelerator: by layer, how many of them an accelerator computes: a multiple of 512, or all neurons.
-        resident: by layer, how many neurons, the first in plan order, never leave the cache of a store.
+        hot: by layer, number of leading neurons in plan order that are computed without a predictor (all: dense). At
+            least the ``n_hot`` of its :class:`~torch_pi2.types.plan.LayerPlan`.
+        accelerator: by layer, number of these on an accelerator: a multiple of 512, or all neurons.
+        resident: by layer, number of leading neurons in plan order that never leave the cache of a store.
         cache_bytes: size of a store's neuron cache; 0 if all neurons are in memory, or if the budget leaves none.
         ms: predicted milliseconds of a step, by part (:data:`torch_pi2.planner.cost.PARTS`); empty: no prediction.
     """
@@ -297,17 +291,18 @@ class Bucket:
 
     @property
     def total_ms(self) -> float:
-        """Milliseconds of a step."""
+        """Milliseconds per step."""
         return math.fsum(self.ms.values())
 
 
 @dataclass(frozen=True)
 class PromptPlan:
-    """How prompts are read.
+    """How prompts are computed.
 
     Attributes:
-        dense_from: by layer, from how many tokens in one call on every neuron is computed; 0: never. Calls of no more
-            tokens than the largest bucket has sequences are steps, whatever it says.
+        dense_from: by layer, number of tokens per call from which every neuron is computed; 0: never. Calls of no more
+            tokens than the largest bucket has sequences are steps in any case.
+        chunk_tokens: unused; files of earlier versions have it.
     """
 
     dense_from: tuple[int, ...]
@@ -320,13 +315,10 @@ class HardwarePlan:
     Attributes:
         made_for: ``hardware`` (a name), ``hash`` (of the profile), ``source`` (``measured``, ``published``) and the
             planner's settings.
-        budget_bytes: memory for everything; None: everything is in memory. accelerator_bytes: for hot neurons there.
-        context: tokens of each sequence that the budget includes.
-        buckets: ascending by ``batch``, at least one.
-        prompt: for prompts.
-        offload: settings of :class:`torch_pi2.OffloadConfig`, of ``OFFLOAD_SETTINGS``.
-        threads: by role, of ``THREAD_ROLES``.
-        cluster: neurons in a slot of the store, as it is or should be packed.
+        budget_bytes: memory for everything; None: all in memory. accelerator_bytes: for hot neurons there.
+        context: tokens of each sequence that the budget includes. buckets: ascending by ``batch``, at least one.
+        prompt: for prompts. offload: settings of :class:`torch_pi2.OffloadConfig`, of ``OFFLOAD_SETTINGS``.
+        threads: by role, of ``THREAD_ROLES``. cluster: neurons per slot of the store, as it is or should be packed.
     """
 
     made_for: Mapping[str, Any]
@@ -340,11 +332,11 @@ class HardwarePlan:
     cluster: int = limited(1, default=1)
 
     def bucket(self, batch: int) -> Bucket:
-        """The smallest for at least so many sequences; the largest if none is."""
+        """The smallest bucket for at least ``batch`` sequences, or the largest one."""
         return next((b for b in self.buckets if b.batch >= batch), self.buckets[-1])
 
     def to_json(self) -> dict[str, Any]:
-        """For plan.json: the same numbers give the same text."""
+        """For plan.json, deterministic."""
         data: dict[str, Any] = to_json(self)
         for bucket in data["buckets"]:
             bucket["ms"] = {part: round(ms, 4) for part, ms in bucket["ms"].items()}
@@ -354,13 +346,10 @@ class HardwarePlan:
 
     @staticmethod
     def from_json(data: Any, layers: Sequence[tuple[str, int, int]], where: str) -> HardwarePlan:
-        """Inverse of :meth:`to_json`.
-
-        Args:
-            layers: the key, the ``n_hot`` and the number of neurons of each layer.
+        """Inverse of :meth:`to_json`; ``layers``: key, ``n_hot`` and number of neurons of each layer.
 
         Raises:
-            ArtifactError: a field is missing or wrong, or a layer cannot do what the plan says.
+            ArtifactError: a missing or invalid field, or counts that a layer does not allow.
         """
         if isinstance(data, dict):  # older plans have "passes", and "chunk_tokens" for prompts
             data = {name: value for name, value in data.items() if name != "passes"}
@@ -371,12 +360,12 @@ class HardwarePlan:
         return plan
 
 
-#: Key, least and most neurons of a layer.
+#: Key, and bounds for a count of neurons, of each layer.
 Bounds = Sequence[tuple[str, int, int]]
 
 
 def _check(plan: HardwarePlan, data: Field, layers: Bounds) -> None:
-    """Raises ArtifactError for what types and limits of single fields do not say."""
+    """Raises ArtifactError for errors across fields."""
     buckets = data.at("buckets")
     buckets.items(1)
     batches = [bucket.batch for bucket in plan.buckets]
@@ -401,7 +390,7 @@ def _check(plan: HardwarePlan, data: Field, layers: Bounds) -> None:
 
 
 def _check_counts(counts: Field, bounds: Bounds) -> None:
-    """Raises ArtifactError unless there is a number for each layer, within its bounds."""
+    """Raises ArtifactError: there is not one count per layer, within its bounds."""
     if len(counts.value) != len(bounds):
         counts.wrong(f"{len(bounds)} numbers, one for each layer", f"{len(counts.value)}")
     for count, (key, least, most) in zip(counts.value, bounds, strict=True):

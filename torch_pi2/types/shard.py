@@ -1,8 +1,8 @@
-"""``Shard``: the neurons of every layer that one of several machines has (docs/DISTRIBUTED.md).
+"""``Shard``: the part of every layer's neurons that one of several machines has (docs/DISTRIBUTED.md).
 
-A layer's neurons are partitioned in whole chunks. Each chunk has a partial sum of its own (design D5), and the sums of
-all machines, added in the order of chunks, have the bits of one machine. Or whole layers are partitioned, as stages of
-a pipeline: then a machine has all chunks of a layer, or none.
+A layer's neurons are partitioned in whole chunks. Each chunk has its own partial sum (design D5); the sums of all
+machines, added in the order of chunks, have the bits of one machine. Alternatively whole layers are partitioned, as
+stages of a pipeline: then a machine has all chunks of a layer, or none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch_pi2.ops.constants import chunk_neurons
 from torch_pi2.types.plan import LayerPlan, Plan
 from torch_pi2.types.site import MOST_SIZE, block_of, row_of_blocks
 
-#: Most machines. By neurons also at most as many as a layer has chunks, 16.
+#: Most machines; by neurons also at most the number of chunks of a layer, 16.
 MOST_RANKS = 64
 #: See :class:`GroupConfig`.
 REDUCTIONS = ("chunks", "ranks")
@@ -31,12 +31,12 @@ class GroupConfig:
 
     Attributes:
         reduction: how partial sums of a layer are added. ``chunks``: chunk by chunk, with the bits of one machine,
-            except for mixtures of experts and calls with 12 tokens or more. ``ranks``: one sum per machine, which
-            sends fewer bytes. Either way all processes get the same bits in every run.
+            except for mixtures of experts and calls with 12 tokens or more. ``ranks``: one sum per machine, which sends
+            fewer bytes. Either way all processes get the same bits in every run.
         timeout_s: a process that does not answer for this long counts as lost. One that has ended is noticed at once.
 
     Raises:
-        ConfigError: a setting makes no sense.
+        ConfigError: an invalid setting.
     """
 
     reduction: str = limited(choices=REDUCTIONS, default=REDUCTIONS[0])
@@ -48,11 +48,8 @@ class GroupConfig:
 
 @dataclass(frozen=True)
 class ShardLayer:
-    """The part of one layer.
-
-    Attributes:
-        whole: I, neurons of the layer on all machines. chunks: numbers of the chunks that are here, ascending; none:
-            another machine has the layer.
+    """The part of one layer. ``whole``: I, neurons on all machines. ``chunks``: numbers of the local chunks, ascending;
+    empty if another machine has the layer.
     """
 
     whole: int
@@ -60,12 +57,12 @@ class ShardLayer:
 
     @property
     def chunk(self) -> int:
-        """Neurons of a chunk; the last one may have fewer."""
+        """Neurons per chunk; the last one may have fewer."""
         return chunk_neurons(self.whole)
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """Positions ``[first, last)`` in the plan of the neurons here, ascending; adjacent chunks are joined."""
+        """Plan positions ``[first, last)`` of the local neurons, ascending; adjacent chunks are merged."""
         found: list[tuple[int, int]] = []
         for chunk in self.chunks:
             first, last = chunk * self.chunk, min((chunk + 1) * self.chunk, self.whole)
@@ -76,20 +73,18 @@ class ShardLayer:
 
     @property
     def neurons(self) -> int:
-        """Number of neurons that are here."""
+        """Number of local neurons."""
         return sum(last - first for first, last in self.ranges)
 
     def positions(self) -> torch.Tensor:
-        """int64 ``[neurons]``: positions in the plan of the neurons here."""
+        """int64 ``[neurons]``: plan positions of the local neurons."""
         return torch.cat([torch.arange(first, last) for first, last in self.ranges])
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of a model that machine ``rank`` of ``ranks`` has.
-
-    Attributes:
-        layers: of the whole model, by the key of the site.
+    """The part of a model that machine ``rank`` of ``ranks`` has. ``layers``: all layers of the model, by the site's
+    key.
     """
 
     rank: int
@@ -98,24 +93,24 @@ class Shard:
 
     @property
     def whole(self) -> int:
-        """Neurons of the model, on all machines."""
+        """Neurons of the model on all machines."""
         return sum(mine.whole for mine in self.layers.values())
 
     @cached_property
     def by_layers(self) -> bool:
-        """Whether this is a stage of a pipeline: whole layers, with the rest of their blocks."""
+        """Whether this is a pipeline stage: whole layers, with the rest of their blocks."""
         return not all(mine.chunks for mine in self.layers.values())
 
     def block(self, name: str) -> int | None:
-        """Number of the decoder block that a tensor or module is in; None: in none that has neurons."""
+        """Number of the decoder block with a tensor or module; None: it is in no block with neurons."""
         prefix, _, number = block_of(name).rpartition(".")
         return int(number) if number.isdecimal() and prefix == self._blocks[0] else None
 
     @cached_property
     def _blocks(self) -> tuple[str, int, int | None]:
-        """Prefix of the names of blocks, the first block here, and the one after the last (None: the model's end).
+        """Name prefix of blocks, the first local block, and the end of the local ones (None: the model's end).
 
-        A block without neurons belongs to the stage of the one before.
+        A block without neurons belongs to the stage of the previous one.
         """
         keys, own = [*self.layers], [bool(mine.chunks) for mine in self.layers.values()]
         prefix, _, first = block_of(keys[own.index(True)]).rpartition(".")
@@ -124,20 +119,20 @@ class Shard:
         return prefix, int(first) if self.rank else 0, last
 
     def has(self, name: str) -> bool:
-        """Whether a tensor or module of the model is here. Those in no block are in every shard."""
+        """Whether a tensor or module is local. All shards have those outside blocks."""
         block = self.block(name) if self.by_layers else None
         _, first, last = self._blocks if block is not None else ("", 0, None)
         return block is None or first <= block < (block + 1 if last is None else last)
 
     def blocks(self, count: int) -> range:
-        """Numbers of the blocks that are here, of ``count`` in the model."""
+        """Numbers of the local blocks, of ``count`` in the model."""
         if not self.by_layers:
             return range(count)
         _, first, last = self._blocks
         return range(first, count if last is None else last)
 
     def layer(self, layer: LayerPlan) -> LayerPlan:
-        """The part of ``layer`` that is here, as a layer with neurons numbered in plan order."""
+        """The local part of ``layer``, as a layer with neurons numbered in plan order."""
         mine = self.layers[layer.site.key]
         at = mine.positions()
         own = None if layer.thresholds is None else layer.thresholds[layer.order.long()][at]
@@ -150,7 +145,7 @@ class Shard:
         )
 
     def plan(self, plan: Plan) -> Plan:
-        """The part of ``plan`` that is here, without its hardware plan for one machine."""
+        """The local part of ``plan``, without its hardware plan for one machine."""
         here = [layer for layer in plan.layers if self.layers[layer.site.key].chunks]
         return Plan([self.layer(layer) for layer in here], plan.model_hash, plan.made_by)
 
@@ -161,7 +156,7 @@ class Shard:
 
     @staticmethod
     def from_json(field: Field) -> Shard:
-        """Inverse of :meth:`to_json`. Raises ``field.error``: it makes no sense."""
+        """Inverse of :meth:`to_json`. Raises ``field.error``: invalid."""
         field.names(("rank", "ranks", "layers"))
         ranks = field.at("ranks").whole(2, MOST_RANKS)
         layers = {key: _layer(one) for key, one in field.at("layers").each().items()}
@@ -174,7 +169,7 @@ class Shard:
 
 
 def _check_stage(shard: Shard, field: Field) -> None:
-    """Raises ``field.error``: not whole layers of blocks that follow each other."""
+    """Raises ``field.error``: not whole layers of consecutive blocks."""
     numbers, layers = row_of_blocks(shard.layers), [*shard.layers.values()]
     own = [i for i, mine in enumerate(layers) if mine.chunks]
     whole = all(layers[i].neurons == layers[i].whole for i in own)

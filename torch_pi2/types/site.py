@@ -1,10 +1,9 @@
-"""``FFNSite``: what the rest of the library knows about one feed-forward layer (design D4).
+"""``FFNSite``: the description of one feed-forward layer (design D4), from which ``optimize`` and export rewrite.
 
-Both finders yield it; ``optimize`` and export rewrite from it. A site holds *names*, never tensors, so it can be
-written to ``plan.json``.
+A site holds *names*, never tensors, so it can be written to ``plan.json``.
 
-Shape suffixes used in the whole package: ``T`` tokens, ``H`` hidden size, ``I`` intermediate size (neurons),
-``R`` rows per neuron (3 gated: gate, up, down; 2 plain: up, down), ``C`` cold neurons, ``r`` predictor rank.
+Shape suffixes in the whole package: ``T`` tokens, ``H`` hidden size, ``I`` intermediate size (neurons), ``R`` rows per
+neuron (3 gated: gate, up, down; 2 plain: up, down), ``C`` cold neurons, ``r`` predictor rank.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from torch_pi2.errors import DtypeError, UnsupportedModelError
 from torch_pi2.formats import FLOATS
 from torch_pi2.ops.activations import ACTIVATIONS, on_up, second, swapped
 
-#: Neurons, hidden states or experts at most: what the core counts with.
+#: Largest number of neurons, hidden states or experts: int32, as in the core.
 MOST_SIZE = (1 << 31) - 1
-#: Of :attr:`FFNSite.drops`.
+#: Values of :attr:`FFNSite.drops`.
 DROPS = ("", "inside", "owner")
 
 
@@ -36,7 +35,7 @@ def block_of(key: str) -> str:
 
 
 def row_of_blocks(keys: Iterable[str]) -> list[int] | None:
-    """The numbers of the blocks of ``keys``; None: they are not ascending ones of one row, such as ``model.layers``."""
+    """Block numbers of ``keys``; None: not ascending numbers in one list such as ``model.layers``."""
     parts = [block_of(key).rpartition(".") for key in keys]
     numbers = [int(number) if number.isdecimal() else -1 for *_, number in parts]
     one_row = len({prefix for prefix, *_ in parts}) == 1
@@ -48,11 +47,10 @@ class LinearRef:
     """One matmul of a site: fully-qualified parameter names, and the rows used when several are fused.
 
     Attributes:
-        weight: name of the weight, stored ``[out, in]`` as ``nn.Linear`` does.
-        bias: name of the bias or None.
-        rows: ``(start, stop)`` output rows of the weight that belong to this matmul (fused ``gate_up``), or
-            ``(start, stop, step)`` (gate and up in turn); None for all of them.
-        expert: the weight is ``[experts, out, in]``, and this is the index of the expert's; None: it is a matrix.
+        weight: name of the weight, stored ``[out, in]`` as in ``nn.Linear``. bias: name of the bias or None.
+        rows: ``(start, stop)`` output rows of the weight that belong to this matmul (fused ``gate_up``), or ``(start,
+            stop, step)`` (gate and up interleaved); None for all of them.
+        expert: index into a weight ``[experts, out, in]``; None: the weight is a matrix.
         transposed: the weight is stored ``[in, out]`` (GPT-2's ``Conv1D``), that of an expert ``[experts, in, out]``.
     """
 
@@ -63,16 +61,16 @@ class LinearRef:
     transposed: bool = optional(False)
 
     def matrix(self, weight: torch.Tensor) -> torch.Tensor:
-        """The parameter ``weight``, of experts this one's, as ``[out, in]``: a view."""
+        """The view ``[out, in]`` of the parameter ``weight``, for an expert of its matrix."""
         matrix = weight if self.expert is None else weight[self.expert]
         return matrix.T if self.transposed else matrix
 
     def take(self, weight: torch.Tensor) -> torch.Tensor:
-        """The view ``[out, in]`` of the parameter ``weight`` that belongs to this matmul."""
+        """The view ``[out, in]`` of this matmul's part of ``weight``."""
         return self._own(self.matrix(weight))
 
     def take_bias(self, bias: torch.Tensor) -> torch.Tensor:
-        """The view ``[out]`` of the parameter ``bias`` that belongs to this matmul."""
+        """The view ``[out]`` of this matmul's part of ``bias``."""
         return self._own(bias if self.expert is None else bias[self.expert])
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -97,20 +95,17 @@ class FFNSite:
     Attributes:
         key: unique name, the fully-qualified name of ``owner`` (with ``:n`` appended if it owns several).
         layer: 0-based index in order of execution.
-        activation: a name in :data:`torch_pi2.ops.ACTIVATIONS`.
-        activation_on_up: the activation is applied to up as well (dReLU).
-        gate: the gate matmul, None for a plain FFN; where :attr:`up_first`, what the model calls up.
-        up, down: the other two.
+        activation: a name in :data:`torch_pi2.ops.ACTIVATIONS`. activation_on_up: applied to up as well (dReLU).
+        gate: the gate matmul, None for a plain FFN; where :attr:`up_first`, the model's up. up, down: the other two.
         hidden, intermediate: H and I.
-        owner: fully-qualified name of the deepest module that contains all of the site's parameters; of one expert of
-            many, whose parameters have them all, that name and the expert's number.
-        owner_class: its class name, for messages.
-        inner: modules that alone compute everything between the projections (OPT's ``activation_fn``), in order
-            of execution; empty where any of it is code of the owner. Lets a rewrite swap modules one by one.
-        owner_runs: the owner's own forward was seen to compute the FFN. False where code outside calls the owner's
-            parts (``self.mlp.down(act(self.mlp.up(x)))``), so that replacing the owner would not reach it.
-        drops: where something else happens in training mode (dropout): ``inside``, between the projections; ``owner``,
-            elsewhere in the owner; empty: nowhere.
+        owner: fully-qualified name of the deepest module that contains all of the site's parameters; for an expert in
+            stacked parameters, that name and the expert's number. owner_class: its class name, for messages.
+        inner: modules that alone compute everything between the projections (OPT's ``activation_fn``), in order of
+            execution, so that they can be replaced one by one; empty where the owner's code computes some of it.
+        owner_runs: the owner's own forward computes the FFN. False where outside code calls the owner's parts
+            (``self.mlp.down(act(self.mlp.up(x)))``), so that replacing the owner would not work.
+        drops: location of behaviour specific to training mode (dropout): ``inside``, between the projections;
+            ``owner``, elsewhere in the owner; or empty.
     """
 
     key: str
@@ -134,23 +129,22 @@ class FFNSite:
 
     @property
     def refs(self) -> dict[str, LinearRef]:
-        """Its matmuls by role: gate, if it has one, up and down."""
+        """Matmuls by role: gate, if present, up and down."""
         gate = {} if self.gate is None else {"gate": self.gate}
         return gate | {"up": self.up, "down": self.down}
 
     @property
     def parameter_names(self) -> list[str]:
-        """Of all weights and biases."""
         return [name for ref in self.refs.values() for name in (ref.weight, ref.bias) if name is not None]
 
     @property
     def experts(self) -> str | None:
-        """Name of the module that holds this expert among others; None for a layer that is no expert."""
+        """Name of the module that holds this expert among others; None for other layers."""
         return None if self.up.expert is None else self.up.weight.rpartition(".")[0]
 
     @property
     def form(self) -> str:
-        """Its formula between the matmuls, as ``silu(gate)*up``, in the model's names."""
+        """The formula between the matmuls, such as ``silu(gate)*up``, in the model's names."""
         if not self.gated:
             return f"{self.activation}(up)"
         if self.up_first:
@@ -159,17 +153,17 @@ class FFNSite:
 
     @property
     def up_first(self) -> bool:
-        """Up is computed first for each neuron, and decides whether gate and down are."""
+        """Whether up is computed first, and decides for each neuron whether gate and down are computed."""
         return second(self.activation)
 
     def swapped(self) -> FFNSite:
-        """The same layer with gate and up in each other's place. The activation must not need all gates at once."""
+        """The same layer with gate and up exchanged. The activation must not need all gates at once."""
         assert self.gate is not None
         return replace(self, gate=self.up, up=self.gate, activation=swapped(self.activation))
 
     @property
     def rows_per_neuron(self) -> int:
-        """R: matrix rows that make one neuron."""
+        """R: matrix rows per neuron."""
         return 3 if self.gated else 2
 
     def weights(self, model: Any) -> FFNWeights:
@@ -206,7 +200,7 @@ class FFNSite:
 
     @staticmethod
     def from_json(data: Any, where: str = "site") -> FFNSite:
-        """Inverse of :meth:`to_json`. Raises ArtifactError, naming ``where``, for anything but what that writes."""
+        """Inverse of :meth:`to_json`. Raises ArtifactError, naming ``where``, for invalid data."""
         site = Field(data, where, "Make the plan again.")
         made: FFNSite = site.take(FFNSite)
         for name, ref in made.refs.items():
@@ -224,12 +218,11 @@ class FFNSite:
 
 
 def check_weights(site: FFNSite, weights: FFNWeights) -> None:
-    """Refuse weights the kernels cannot use.
+    """Refuse weights that kernels do not support.
 
     Raises:
-        DeviceError: on ``meta`` or any device but the CPU.
+        DeviceError: not on the CPU. NonFiniteError: NaN or infinity, with the parameter's name.
         DtypeError: mixed dtypes, or one that is not float32, bfloat16 or float16.
-        NonFiniteError: NaN or infinity, with the parameter's name.
     """
     named = {k: v for k, v in weights._asdict().items() if v is not None}
     for name, tensor in named.items():
@@ -251,8 +244,8 @@ class ExpertsForm:
     """A module of experts: their number E, I neurons each, H; ``activation`` and ``on_up`` as in an ``FFNSite``.
 
     Attributes:
-        gated: they have gates, in one parameter with up. interleaved: row by row in turn; else gates come first.
-        transposed: matrices are stored ``[in, out]``. biases: each has those of all its matrices.
+        gated: gates are in one parameter with up. interleaved: alternating rows; otherwise gates come first.
+        transposed: matrices are stored ``[in, out]``. biases: all matrices have them.
     """
 
     experts: int
@@ -271,8 +264,7 @@ class Formula:
     """The function between the projections of an FFN, of one or two streams.
 
     Attributes:
-        activation: a name in ``ops.ACTIVATIONS``.
-        on_up: activation on both streams (dReLU).
+        activation: a name in ``ops.ACTIVATIONS``. on_up: activation on both streams (dReLU).
         gate: index of the gate stream, None for a plain FFN; up: index of the other.
     """
 
@@ -283,7 +275,7 @@ class Formula:
 
 
 def apply_formula(formula: Formula, streams: Sequence[torch.Tensor]) -> torch.Tensor:
-    """``h`` from the streams, each ``[T, I]``."""
+    """The result ``[T, I]`` of the formula on streams ``[T, I]``."""
     act = ACTIVATIONS[formula.activation]
     up = streams[formula.up]
     if formula.gate is None:
@@ -292,7 +284,7 @@ def apply_formula(formula: Formula, streams: Sequence[torch.Tensor]) -> torch.Te
 
 
 def dense_reference(site: FFNSite, weights: FFNWeights, x: torch.Tensor) -> torch.Tensor:
-    """What the original layer computes on ``x [..., H]``, in the dtype of its weights."""
+    """The original layer on ``x [..., H]``, in the dtype of its weights."""
 
     up = F.linear(x, weights.up, weights.bias_up)
     streams = [up] if weights.gate is None else [F.linear(x, weights.gate, weights.bias_gate), up]

@@ -1,6 +1,6 @@
-"""``ActivationStats``: what profiling measured, per neuron and layer (``stats.safetensors``); ``LossCurve``.
+"""``ActivationStats``: profiling results per neuron and layer (``stats.safetensors``); ``LossCurve``.
 
-Every count is an exact int64. No activations are stored: only counts and sums.
+Counts are exact int64. No activations are stored: only counts and sums.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch_pi2.base.reading import parse
 from torch_pi2.base.tensorfile import Spec, read_tensors
 from torch_pi2.errors import ArtifactError, ConfigError
 
-#: Versions: plain; with a threshold for each neuron; with scores of up in place of the gate.
+#: Versions: plain; with a threshold per neuron; with scores of up instead of the gate.
 STATS_VERSION, STATS_WITH_THRESHOLDS, STATS_UP_FIRST = 1, 2, 3
 STATS_FILE = "stats.safetensors"
 STATS_FORMAT = "torch_pi2.stats"
@@ -41,7 +41,7 @@ _TENSORS: dict[str, tuple[tuple[str, ...], torch.dtype]] = {
     "batch_groups": (("K",), torch.int64),
     "score_hist": (("BINS",), torch.int64),
 }
-#: Further tensor of layers whose neurons have individual thresholds.
+#: Additional tensor of layers with a threshold per neuron.
 _OWN = "thresholds"
 _FIX = "The file is damaged; profile again."
 
@@ -52,7 +52,6 @@ def pack_bits(fired_TI: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_bits(bits: torch.Tensor, n_neurons: int) -> torch.Tensor:
-    """Inverse of :func:`pack_bits`: ``[T, n_neurons]`` bool."""
     return torch.from_numpy(np.unpackbits(bits.numpy(), axis=1, count=n_neurons, bitorder="little")).bool()
 
 
@@ -68,7 +67,7 @@ def bin_edge(index: int) -> float:
 
 
 class Reservoir:
-    """Uniform sample without replacement of the rows of a stream of unknown length: the smallest random keys.
+    """Uniform sample without replacement from a stream of unknown length, by smallest random keys.
 
     Attributes:
         size: most rows in the sample. seen: rows of the stream so far.
@@ -95,16 +94,15 @@ class Reservoir:
 
 @dataclass(kw_only=True)
 class LayerHead:
-    """The measurements of one FFN that are no tensors.
+    """The measurements of one FFN that are not tensors.
 
     Attributes:
-        key, layer: of the site.
+        key, layer: of the site. experts: for an expert, the module that holds it.
         threshold: a neuron fired iff score > threshold. The score is ``|act(gate)|``, or with individual thresholds
             ``|act(gate)| * threshold / thresholds``.
-        tokens: real tokens seen; for an expert those that the router gave it and ``borrowed`` ones.
+        tokens: number of real tokens; for an expert those routed to it, plus ``borrowed`` ones: tokens of other experts
+            in its block, used for experts with few tokens.
         batch_sizes: 1, 2, 4, ... tokens of different sequences taken together.
-        experts: for an expert, the module that holds it.
-        borrowed: for an expert with few tokens, how many of ``tokens`` the router gave to others of its block.
         up_first: read ``|up|`` for ``|act(gate)|`` everywhere here.
     """
 
@@ -126,13 +124,13 @@ class LayerStats(LayerHead):
         fired: ``[I]`` int64 tokens for which the neuron fired.
         zeros: ``[I]`` int64 tokens for which its score was exactly zero; with a threshold above 0, of ``scored`` ones.
         abs_sum: ``[I]`` float64 sum of scores.
-        batch_groups: ``[K]`` int64 groups seen of each of the ``batch_sizes``; batch_fired: ``[K, I]`` int64 groups in
-            which the neuron fired at least once.
+        batch_groups: ``[K]`` int64 groups of each of the ``batch_sizes``; batch_fired: ``[K, I]`` int64 groups in which
+            the neuron fired at least once.
         score_hist: ``[HIST_BINS]`` int64 over all neurons and tokens.
         thresholds: ``[I]`` float32, individual thresholds on ``|act(gate)|`` that equal ``threshold`` on the score;
             None: all are ``threshold``.
 
-    Tokens that were only watched (:mod:`torch_pi2.observe.watch`) are not in sums of scores and histogram.
+    Sums of scores and the histogram exclude tokens that were only watched (:mod:`torch_pi2.observe.watch`).
     """
 
     fired: torch.Tensor
@@ -165,8 +163,7 @@ class LayerStats(LayerHead):
     def frequency(self, batch: int = 1) -> torch.Tensor:
         """``[I]`` float64: how often a neuron fires for at least one of ``batch`` tokens of different sequences.
 
-        Between measured sizes the next smaller and larger are interpolated in log2(batch). Raises ConfigError
-        beyond the largest size for which groups were seen.
+        Interpolated in log2(batch) between measured sizes. Raises ConfigError beyond the largest measured size.
         """
         sizes = [s for s, n in zip(self.batch_sizes, self.batch_groups.tolist()) if n > 0]
         if not sizes:
@@ -194,16 +191,16 @@ class LayerStats(LayerHead):
 
     @property
     def scored(self) -> float:
-        """Tokens whose scores are in ``abs_sum`` and ``score_hist``: profiled ones."""
+        """Number of profiled tokens, whose scores are in ``abs_sum`` and ``score_hist``."""
         return float(self.score_hist.sum()) / self.intermediate
 
     @property
     def known_zero(self) -> float:
-        """Tokens that ``zeros`` counts: for others it is unknown which scores were zero."""
+        """Number of tokens that ``zeros`` covers."""
         return self.scored if self.threshold > 0 else self.tokens
 
     def skew(self) -> float:
-        """Gini coefficient of the neurons' frequencies: 0 = all alike, near 1 = few neurons do everything."""
+        """Gini coefficient of the neurons' frequencies: 0 = all equal, near 1 = few neurons dominate."""
         f = torch.sort(self.fired.double()).values
         total = float(f.sum())
         if total == 0:
@@ -236,7 +233,7 @@ class ActivationStats:
 
     @property
     def tokens(self) -> int:
-        """Real tokens that the model was run on."""
+        """Number of real tokens that the model was run on."""
         seen = max((s.tokens for s in self if s.experts is None), default=0)
         return seen or int(self.made_by.get("tokens", max((s.tokens for s in self), default=0)))
 
@@ -247,8 +244,8 @@ class ActivationStats:
     def threshold_for(self, key: str, share: float) -> float:
         """Cut on the score at which ``share`` of a layer's (token, neuron) pairs do not fire (CATS, 2404.08763).
 
-        Read off the histogram, interpolated inside a bin: off by 1/16 of the value at most. 0.0 if exact zeros
-        reach the share alone. Raises ConfigError unless 0 <= share < 1, and if there are no scores.
+        Interpolated in the histogram: off by 1/16 of the value at most. 0.0 if exact zeros reach the share alone.
+        Raises ConfigError unless 0 <= share < 1, and if there are no scores.
         """
         if not 0.0 <= share < 1.0:
             raise ConfigError(
@@ -303,8 +300,8 @@ class ActivationStats:
         """Read what :meth:`save` wrote.
 
         Raises:
-            ArtifactError: missing, damaged, of another version. StaleArtifactError: made from other weights
-                than ``model_hash`` (from :func:`torch_pi2.types.plan.weights_hash`).
+            ArtifactError: missing, damaged, of another version. StaleArtifactError: made from other weights than
+                ``model_hash`` (from :func:`torch_pi2.types.plan.weights_hash`).
         """
         path = _file(path)
         tensors, meta = read_tensors(path)
@@ -331,12 +328,11 @@ def check_stats_artifact(where: Path | str, meta: Mapping[str, str], model_hash:
 
 
 def parse_layers(meta: Mapping[str, str], where: Path | str) -> Field:
-    """The metadata field ``layers``. Raises ArtifactError: it is missing, or not JSON."""
+    """The metadata field ``layers``. Raises ArtifactError: missing, or not JSON."""
     return Field(parse(meta.get("layers", ""), f"{where}, layers", fix=_FIX), f"{where}, layers", _FIX)
 
 
 def _layer(row: Field, tensors: Mapping[str, torch.Tensor], where: Path | str) -> LayerStats:
-    """One layer of a file. Raises ArtifactError."""
     head: LayerHead = row.take(LayerHead)
     key = head.key
     found: dict[str, Any] = {n: tensors[f"{key}.{n}"] for n in (*_TENSORS, _OWN) if f"{key}.{n}" in tensors}
@@ -373,12 +369,12 @@ class LossPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class LossCurve:
-    """Fields of ``made_by`` in statistics, measured on calibration sequences that thresholds were not taken from.
+    """Fields of ``made_by`` in statistics, measured on calibration sequences not used for thresholds.
 
     Attributes:
-        score: what thresholds are compared with. max_loss: the budget. loss_change: relative increase of the loss with
+        score: the score that thresholds apply to. max_loss: the budget. loss_change: relative increase of the loss with
             the chosen thresholds.
-        loss_curve: ascending by the share of neurons that was skipped.
+        loss_curve: ascending by the share of skipped neurons.
     """
 
     score: str
@@ -388,7 +384,7 @@ class LossCurve:
 
     @staticmethod
     def of(made_by: Mapping[str, Any], where: str) -> LossCurve | None:
-        """The curve in ``made_by`` of ``where``; None: there was no budget. Raises ArtifactError: it is damaged."""
+        """The curve in ``made_by`` of ``where``; None: there was no budget. Raises ArtifactError: damaged."""
         if not made_by.get("loss_curve"):
             return None
         return from_json(LossCurve, {f.name: made_by.get(f.name) for f in fields(LossCurve)}, where, _FIX)

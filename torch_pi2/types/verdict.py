@@ -1,6 +1,7 @@
 """``Verdict``: speed, size and quality of a model compared with its dense form (verdict.json).
 
-What was not measured is None, and ``not_measured`` says why. One run on one machine is an indication, no benchmark.
+Unmeasured values are None, with the reason in ``not_measured``. One run on one machine is an indication, not a
+benchmark.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ _FIX = "Remove it, or make the folder again; docs/FORMATS.md has its format."
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens a second, decoded one after another; medians of rounds that alternate.
+    """Decoding speed in tokens per second: medians of alternating rounds.
 
     Attributes:
-        sparse, dense: tokens a second; ``dense`` None: there was no dense model to run.
+        sparse, dense: tokens per second; ``dense`` None: there was no dense model to run.
         ratio, ratio_low, ratio_high: sparse over dense: of the medians, and the lowest and highest of a round.
-        how: what was run, in words.
+        how: the workload, in words.
     """
 
     sparse: float = limited(above=True)
@@ -57,10 +58,10 @@ class Verdict:
 
     Attributes:
         model_hash: hash of the FFN weights, as in its plan.
-        lossy: what changes numbers, in words; empty: the model computes what the dense one computes.
-        made: the steps that made the folder, the first one first.
-        sparse_bytes: weights and predictors in the folder. dense_bytes: weights of the dense model; None: not known.
-        speed, loss: None: not measured. not_measured: why not, by what (``dense``, ``speed``, ``loss``).
+        lossy: lossy settings, in words; empty: the model computes what the dense one computes.
+        made: the steps that made the folder, in order.
+        sparse_bytes: weights and predictors in the folder. dense_bytes: weights of the dense model; None: unknown.
+        speed, loss: None: not measured. not_measured: reasons, by item (``dense``, ``speed``, ``loss``).
         date: UTC, ISO 8601. machine, versions: in words.
     """
 
@@ -86,11 +87,7 @@ class Verdict:
 
     @classmethod
     def load(cls, folder: str | Path, model_hash: str | None = None) -> Verdict:
-        """Inverse of :meth:`save`.
-
-        Raises:
-            ArtifactError: the file is missing or damaged. StaleArtifactError: it is of other weights.
-        """
+        """Inverse of :meth:`save`. Raises ArtifactError: missing or damaged. StaleArtifactError: of other weights."""
         path = Path(folder) / VERDICT_FILE
         data = parse_json(read_text(path), path, FORMAT, VERSION)
         fields = {name: value for name, value in data.items() if name not in ("format", "version")}
@@ -106,11 +103,11 @@ class Verdict:
 
     @classmethod
     def find(cls, folder: str | Path, model_hash: str | None = None) -> Verdict | None:
-        """As :meth:`load`; None where there is no such file."""
+        """Like :meth:`load`, but None if there is no such file."""
         return cls.load(folder, model_hash) if os.path.lexists(Path(folder) / VERDICT_FILE) else None
 
     def lines(self) -> dict[str, str]:
-        """In words, the most important first: what a terminal, a report and a model card show."""
+        """In words, the most important first, for terminal, report and model card."""
         words = ", ".join(f"{name} {value}" for name, value in self.versions.items())
         return {
             "speed": self._speed(),
