@@ -235,10 +235,8 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(kind: type[T], value: Any, path: str, fix: str = "Correct it, or make it again.") -> T:
-    """Inverse of :func:`to_json`; ``path`` and ``fix`` are for messages.
-
-    Raises:
-        ArtifactError: a field is missing, unknown, or not what its annotation and limits allow.
+    """Inverse of :func:`to_json`; ``path`` and ``fix`` are for messages. Raises ArtifactError: a field is missing,
+    unknown, or not what its annotation and limits allow.
     """
     return Field(value, path, fix).take(kind)  # type: ignore[no-any-return]
 

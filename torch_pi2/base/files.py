@@ -54,7 +54,10 @@ def atomic_write(path: str | Path, data: bytes | str | Iterable[bytes]) -> None:
         if target is None:
             return _write_to(path, pieces)
         with claimed(target, patience_s=_PATIENCE_S) as temporary:
-            _write_synced(temporary, pieces)
+            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb") as file:
+                file.writelines(pieces)
+                file.flush()
+                os.fsync(file.fileno())
             os.replace(temporary, target)
     except OSError as error:
         raise not_written(Path(path), error) from error
@@ -104,13 +107,6 @@ def _write_to(path: str | Path, pieces: Iterable[bytes]) -> None:
         ) from error
 
 
-def _write_synced(path: Path, data: Iterable[bytes]) -> None:
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb") as f:
-        f.writelines(data)
-        f.flush()
-        os.fsync(f.fileno())
-
-
 def check_writable(path: Path, *, folder: bool = False) -> None:
     """Check that a file, or a folder, can be written, before long work. Raises ArtifactError."""
     try:
@@ -149,9 +145,7 @@ def claimed(target: Path, *, patience_s: float = 0.0) -> Iterator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     partial, old = (target.with_name(f".{target.name}.{end}") for end in ("partial", "old"))
     with locked(target, patience_s):
-        if old.is_dir() and not os.path.lexists(
-            target
-        ):  # killed between the renames of _swap_in
+        if old.is_dir() and not os.path.lexists(target):  # killed between the renames of _swap_in
             old.rename(target)
         _remove(old)
         _remove(partial)

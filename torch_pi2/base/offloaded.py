@@ -185,7 +185,7 @@ class GuardedParameters(dict[str, Any]):
         super().__delitem__(name)
 
     def items(self) -> Any:
-        if _exporting():
+        if getattr(getattr(torch.export, "_trace", None), "_EXPORT_FLAGS", None) is not None:  # within torch.export
             return {name: p for name, p in super().items() if name not in self.names}.items()
         return super().items()
 
@@ -221,11 +221,6 @@ def _not_heeded(name: str) -> ConfigError:
         found="a layer that does not compute with it, and would not see it",
         fix=_FIX,
     )
-
-
-def _exporting() -> bool:
-    trace = getattr(torch.export, "_trace", None)
-    return getattr(trace, "_EXPORT_FLAGS", None) is not None
 
 
 # --- what a module does differently while a sparse layer has its values ---

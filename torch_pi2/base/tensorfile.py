@@ -147,7 +147,7 @@ class TensorWriter:
         try:
             self._pwrite(memoryview(header), 0)
         except OSError as error:
-            self._fail(error)
+            raise not_written(self.path, error) from error
 
     @property
     def file_bytes(self) -> int:
@@ -163,7 +163,7 @@ class TensorWriter:
             self._pwrite(memoryview(self._header), 0)
         except OSError as error:
             self._discard()
-            self._fail(error)
+            raise not_written(self.path, error) from error
         except BaseException:
             self._discard()
             raise
@@ -206,7 +206,7 @@ class TensorWriter:
         try:
             self._pwrite(bytes_of(tensor.contiguous()), self.offset(name) + at)
         except OSError as error:
-            self._fail(error)
+            raise not_written(self.path, error) from error
         self._left[name] -= tensor.nbytes
         assert self._left[name] >= 0, f"{name} written twice"
         self._bar.update(tensor.nbytes)
@@ -232,7 +232,7 @@ class TensorWriter:
             os.replace(self._temporary, self.path)
         except OSError as problem:
             self._discard()
-            self._fail(problem)
+            raise not_written(self.path, problem) from problem
         self._claim.close()
 
     def _discard(self) -> None:
@@ -240,9 +240,6 @@ class TensorWriter:
             os.close(self._file)
             self._file = -1
         self._claim.close()
-
-    def _fail(self, error: OSError) -> NoReturn:
-        raise not_written(self.path, error) from error
 
 
 class TensorReader:

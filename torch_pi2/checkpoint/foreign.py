@@ -236,10 +236,8 @@ def _by_row(values: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 class QuantizedCheckpoint(Checkpoint):
-    """The checkpoint in ``folder``, which has a ``quantization_config``: a :class:`PackedSource`.
-
-    Raises:
-        UnsupportedModelError: an unsupported method or setting. ArtifactError: damage.
+    """The checkpoint in ``folder``, which has a ``quantization_config``: a :class:`PackedSource`. Raises
+    UnsupportedModelError: an unsupported method or setting. ArtifactError: damage.
     """
 
     by_neuron = False

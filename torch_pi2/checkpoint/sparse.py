@@ -295,7 +295,10 @@ def load_sparse(
                 parts = (_with_biases(empty(layer), weights) for layer in group)
                 experts = SparseExperts(parts, len(group)) if make_experts is None else make_experts(parts, group)
                 if experts.in_memory:
-                    _read_experts(experts, weights)
+                    neuron_rows = new_tensor(experts.neuron_rows.shape, experts.neuron_rows.dtype)
+                    for expert, site in enumerate(experts.sites):
+                        neuron_rows[expert] = weights.as_computed(weights.read_neurons(site))
+                    put(experts, ["neuron_rows"], neuron_rows)
                 place(model, [whole[layer.site.key] for layer in group], experts.eval())
                 continue
             layer = group[0]
@@ -396,10 +399,3 @@ def _with_biases(ffn: SparseFFN, weights: QuantizedWeights) -> SparseFFN:
         if name != f"{ffn.site.key}.bundles":
             put(ffn, [name.rpartition(".")[2]], weights.take(name, spec))
     return ffn
-
-
-def _read_experts(experts: SparseExperts, weights: QuantizedWeights) -> None:
-    neuron_rows = new_tensor(experts.neuron_rows.shape, experts.neuron_rows.dtype)
-    for expert, site in enumerate(experts.sites):
-        neuron_rows[expert] = weights.as_computed(weights.read_neurons(site))
-    put(experts, ["neuron_rows"], neuron_rows)

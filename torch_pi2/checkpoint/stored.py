@@ -176,11 +176,6 @@ class Stored:
             for name, parameter in empty.items():
                 put(self.model, [name], parameter)
 
-    def read_expert(self, site: FFNSite, role: str, ref: LinearRef) -> None:
-        """Read a matrix of one expert into the parameter that stacks those of all experts."""
-        matrix = ExpertMatrix(self.checkpoint, site, ref, role).read()
-        ref.take(self.model.get_parameter(ref.weight).detach()).copy_(matrix)
-
 
 def _form(group: list[LayerPlan]) -> Any:
     """The properties that layers share if the same replacement fits all of them."""
@@ -269,6 +264,7 @@ def _stack_experts(stored: Stored, scratch: Path, files: list[MappedFile], progr
             raise not_written(scratch, error) from error
         put(stored.model, [name], files[-1].tensor(spec.shape, spec.dtype, 0))
         for site, role, ref in parts[name]:
-            stored.read_expert(site, role, ref)
-            files[-1].let_go(ref.take(stored.model.get_parameter(name).detach()))
+            part = ref.take(stored.model.get_parameter(name).detach())
+            part.copy_(ExpertMatrix(stored.checkpoint, site, ref, role).read())
+            files[-1].let_go(part)
     return set(parts)

@@ -139,11 +139,9 @@ class Quantizer:
     @property
     def _in_rows(self) -> dict[str, int]:
         """Columns of quantised linears and embeddings that own their rows (a linear tied to an embedding does not)."""
-        own = {name: n for name, n in self._linears.items() if not self._is_tied(name)}
+        shared = {alias for name in self._embeddings for alias in self._of.alias.get(f"{name}.weight", ())}
+        own = {name: n for name, n in self._linears.items() if f"{name}.weight" not in shared}
         return {**self._embeddings, **own}
-
-    def _is_tied(self, name: str) -> bool:
-        return any(f"{other}.weight" in self._of.alias.get(f"{name}.weight", ()) for other in self._embeddings)
 
     def _write_linear(self, name: str, out: TensorWriter, digest: Any) -> float:
         stored = self._stored(f"{name}.weight")

@@ -118,10 +118,8 @@ class Coordinator:
 
     @contextmanager
     def call(self, call: Call) -> Iterator[None]:
-        """While this is entered, the others make the same call. Calls within another call are not broadcast.
-
-        Raises:
-            ConfigError: an argument that cannot be sent. GroupError: a process is lost or has failed.
+        """While this is entered, the others make the same call. Calls within another call are not broadcast. Raises
+        ConfigError: an argument that cannot be sent. GroupError: a process is lost or has failed.
         """
         with _deferred_signals(), self._lock:
             if self.within:

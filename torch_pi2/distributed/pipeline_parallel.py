@@ -136,9 +136,7 @@ class _RemoteBlock:
 
 def _count_tokens(cache: Any, number: int, count: int, hidden_states: torch.Tensor) -> None:
     """Add the tokens of ``hidden_states`` to a layer of ``cache``, since models ask remote layers for their length too.
-
-    Raises:
-        UnsupportedModelError: the cache does not have a layer for each of ``count`` blocks.
+    Raises UnsupportedModelError: the cache does not have a layer for each of ``count`` blocks.
     """
     cache = getattr(cache, "self_attention_cache", cache)
     layers = getattr(cache, "layers", None)

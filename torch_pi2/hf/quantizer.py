@@ -156,7 +156,8 @@ class Pi2Quantizer(HfQuantizer):
         gpu_bytes = None if gpu_memory is None else checked_memory(gpu_memory)
         config = copy.deepcopy(model.config)
         del config.quantization_config
-        how = LoadSettings(config=config, trust_remote_code=_is_remote(model), **settings)
+        allowed = type(model).__module__.startswith("transformers_modules")  # code of the folder that runs already
+        how = LoadSettings(config=config, trust_remote_code=allowed, **settings)
         loaded: Any = read_model(self._folder, how)
         kept = {name: vars(model)[name] for name in _KEPT_ATTRIBUTES if name in vars(model)}
         vars(model).clear()
@@ -174,11 +175,6 @@ class Pi2Quantizer(HfQuantizer):
     @property
     def is_trainable(self) -> bool:
         return False
-
-
-def _is_remote(model: Any) -> bool:
-    """Whether its class is the folder's own code, which the user has allowed to run."""
-    return type(model).__module__.startswith("transformers_modules")
 
 
 def _fetch(name: str, folder: Path) -> None:

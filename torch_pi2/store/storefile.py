@@ -188,13 +188,15 @@ class StoreReader(QuantizedWeights):
     def _check_entry(self, key: str, entry: LayerEntry) -> None:
         """Raises KeyError or ValueError: ``entry`` is invalid or contradicts the header."""
         formats = format_fields(self.format_of(key), entry.hidden)
+        mine = None if self.shard is None else self.shard.layers[key]
+        chunks = (entry.neurons, 0) if mine is None else (mine.neurons, mine.chunk)
         wanted = {
             "rows": entry.rows in (2, 3),
             "neurons": entry.neurons >= 1 and entry.hidden >= 1,
             **{name: getattr(entry, name) == value for name, value in formats.items()},
             "slot_bytes": entry.slot_bytes >= entry.cluster * entry.neuron_bytes and entry.slot_bytes % SECTOR == 0,
             "n_hot": entry.n_hot <= entry.neurons,
-            "neurons and chunks of a shard": (entry.neurons, entry.chunk) == self._wanted_chunks(key, entry),
+            "neurons and chunks of a shard": (entry.neurons, entry.chunk) == chunks,
             "slots": entry.slots == self.offset(f"{key}.bundles") and entry.slots % PAGE == 0,
             "checks": entry.checks == self.offset(f"{key}.checks"),
             "bundles": self.specs[f"{key}.bundles"] == Spec((entry.slots_in_file, entry.slot_bytes), torch.uint8),
@@ -203,13 +205,6 @@ class StoreReader(QuantizedWeights):
         wrong = [name for name, good in wanted.items() if not good]
         if wrong:
             raise ValueError(f"{', '.join(wrong)} of {key}: {entry}")
-
-    def _wanted_chunks(self, key: str, entry: LayerEntry) -> tuple[int, int]:
-        """Expected number of neurons, and neurons per chunk, in the superblock's entry for ``key``."""
-        if self.shard is None:
-            return entry.neurons, 0
-        mine = self.shard.layers[key]
-        return mine.neurons, mine.chunk
 
     def _check_parts(self) -> None:
         """Raises ValueError: a part without its text, an unknown tensor of ours, or damaged metadata."""

@@ -46,12 +46,6 @@ _CLUSTER_BYTES = 1 << 18
 _NO_CHECK = "0" * 8
 
 
-def largest_cluster(neuron_bytes: int) -> int:
-    """Neurons per slot where all neurons of a layer are read together."""
-    most = max(1, min(MOST_CLUSTER, _CLUSTER_BYTES // neuron_bytes))
-    return 1 << (most.bit_length() - 1)
-
-
 @dataclass(frozen=True)
 class StoreLayer:
     """A layer of a store that is being written.
@@ -121,7 +115,8 @@ class StoreAssembly:
         """One size for all layers, because a cache entry has to fit any slot."""
         if any(layer.method in PREDICTED for layer in self._plan.layers):
             return 1
-        return largest_cluster(max(self.neuron_bytes.values()))
+        most = max(1, min(MOST_CLUSTER, _CLUSTER_BYTES // max(self.neuron_bytes.values())))
+        return 1 << (most.bit_length() - 1)
 
     def _place(self, groups: Sequence[Mapping[str, Spec]]) -> None:
         self._add(SUPERBLOCK, superblock_bytes(len(self.layers)))

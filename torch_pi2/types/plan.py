@@ -346,10 +346,8 @@ class HardwarePlan:
 
     @staticmethod
     def from_json(data: Any, layers: Sequence[tuple[str, int, int]], where: str) -> HardwarePlan:
-        """Inverse of :meth:`to_json`; ``layers``: key, ``n_hot`` and number of neurons of each layer.
-
-        Raises:
-            ArtifactError: a missing or invalid field, or counts that a layer does not allow.
+        """Inverse of :meth:`to_json`; ``layers``: key, ``n_hot`` and number of neurons of each layer. Raises
+        ArtifactError: a missing or invalid field, or counts that a layer does not allow.
         """
         if isinstance(data, dict):  # older plans have "passes", and "chunk_tokens" for prompts
             data = {name: value for name, value in data.items() if name != "passes"}

@@ -218,11 +218,8 @@ class FFNSite:
 
 
 def check_weights(site: FFNSite, weights: FFNWeights) -> None:
-    """Refuse weights that kernels do not support.
-
-    Raises:
-        DeviceError: not on the CPU. NonFiniteError: NaN or infinity, with the parameter's name.
-        DtypeError: mixed dtypes, or one that is not float32, bfloat16 or float16.
+    """Refuse weights that kernels do not support. Raises DeviceError: not on the CPU. NonFiniteError: NaN or infinity,
+    with the parameter's name. DtypeError: mixed dtypes, or one that is not float32, bfloat16 or float16.
     """
     named = {k: v for k, v in weights._asdict().items() if v is not None}
     for name, tensor in named.items():
