@@ -392,7 +392,15 @@ def describe_bundle(folder: Path, verify: bool, progress: bool) -> dict[str, Any
     except LibraryMissingError as error:
         unknown = str(error)
     files = {name: entry.bytes for name, entry in manifest.files.items()}
-    parts = _program_parts(program["bytes"], files[PROGRAM_FILE])
+    parts, sizes = {"program": files[PROGRAM_FILE]}, program["bytes"]
+    if sizes:
+        parts = {
+            "program: graphs": sizes["program"],
+            "program: constants": sizes["constants"] + sizes["mutable"],
+            "program: weights of delegates": sizes["named"],
+            **{f"program: {backend}": size for backend, size in sizes["delegates"].items()},
+            "program: padding": sizes["padding"],
+        }
     if STORE_FILE in files:
         parts |= _store_parts(folder / STORE_FILE)
     others = (size for name, size in files.items() if name not in (PROGRAM_FILE, STORE_FILE))
@@ -415,19 +423,6 @@ def describe_bundle(folder: Path, verify: bool, progress: bool) -> dict[str, Any
         "unknown": unknown,
         "verified_bytes": read if verify else None,
         "npu": read_report(folder / REPORT_FILE) if REPORT_FILE in files else None,
-    }
-
-
-def _program_parts(sizes: dict[str, Any], whole: int) -> dict[str, int]:
-    """Bytes of model.pte by part, with the names that are shown."""
-    if not sizes:
-        return {"program": whole}
-    return {
-        "program: graphs": sizes["program"],
-        "program: constants": sizes["constants"] + sizes["mutable"],
-        "program: weights of delegates": sizes["named"],
-        **{f"program: {backend}": size for backend, size in sizes["delegates"].items()},
-        "program: padding": sizes["padding"],
     }
 
 

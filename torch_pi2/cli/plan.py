@@ -17,7 +17,6 @@ from torch_pi2.errors import ConfigError
 from torch_pi2.formats import ACTIVATIONS
 
 if TYPE_CHECKING:
-    from torch_pi2.types.plan import HardwarePlan
     from torch_pi2.types.stats import ActivationStats
 
 EXAMPLE = "torch-pi2 plan my-model --stats my-stats --predictors my-predictors --out my-plan --hot-frequency 0.5"
@@ -52,7 +51,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     _check(args)
     if args.out is not None:
         common.check_out(args.out)
-    return _for_any_machine(args) if args.hardware is None else _for_machine(args)
+    if args.hardware is not None:
+        return _for_machine(args)
+    import torch_pi2
+    from torch_pi2.cli.inspect import describe
+
+    stats = models.load_stats(args.stats)
+    predictors = models.load_predictors(args.predictors, stats.model_hash)
+    plan = torch_pi2.plan(models.load_dense(args), stats, predictors, config=common.config_of(args))
+    plan.save(args.out)
+    return {"out": str(args.out), **describe(args.out)}
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -76,17 +84,6 @@ def _check(args: argparse.Namespace) -> None:
     if args.predictors is not None and ours:
         found = str(args.predictors)
         raise ConfigError("--predictors", expected="none: the folder has its own", found=found, fix="Leave it out.")
-
-
-def _for_any_machine(args: argparse.Namespace) -> dict[str, Any]:
-    import torch_pi2
-    from torch_pi2.cli.inspect import describe
-
-    stats = models.load_stats(args.stats)
-    predictors = models.load_predictors(args.predictors, stats.model_hash)
-    plan = torch_pi2.plan(models.load_dense(args), stats, predictors, config=common.config_of(args))
-    plan.save(args.out)
-    return {"out": str(args.out), **describe(args.out)}
 
 
 def _for_machine(args: argparse.Namespace) -> dict[str, Any]:
@@ -125,7 +122,18 @@ def _for_machine(args: argparse.Namespace) -> dict[str, Any]:
         "threads": dict(solved.threads),
         "dense_from": list(solved.prompt.dense_from),
     }
-    result: dict[str, Any] = {"out": None, "hardware": facts, "buckets": _buckets(solved)}
+    buckets = [
+        {
+            "batch": bucket.batch,
+            "tokens_per_s": bucket.batch * 1e3 / bucket.total_ms,
+            "ms": dict(bucket.ms),
+            "total_ms": bucket.total_ms,
+            **{name: sum(getattr(bucket, name)) for name in ("hot", "accelerator", "resident")},
+            "cache_bytes": bucket.cache_bytes,
+        }
+        for bucket in solved.buckets
+    ]
+    result: dict[str, Any] = {"out": None, "hardware": facts, "buckets": buckets}
     if args.out is not None:
         with_hardware(without_hot(plan), solved).save(args.out)
         result |= {"out": str(args.out), **describe(args.out)}
@@ -161,20 +169,6 @@ def _loaded(args: argparse.Namespace, stored: bool) -> Any:
     if stored and "cliff" in (budget := describe(folder)["budget"] or {}):
         how |= {"budget": budget["cliff"], "offload": OffloadConfig(preload=False)}
     return torch_pi2.load(folder, trust_remote_code=args.trust_remote_code, **how)
-
-
-def _buckets(plan: HardwarePlan) -> list[dict[str, Any]]:
-    return [
-        {
-            "batch": bucket.batch,
-            "tokens_per_s": bucket.batch * 1e3 / bucket.total_ms,
-            "ms": dict(bucket.ms),
-            "total_ms": bucket.total_ms,
-            **{name: sum(getattr(bucket, name)) for name in ("hot", "accelerator", "resident")},
-            "cache_bytes": bucket.cache_bytes,
-        }
-        for bucket in plan.buckets
-    ]
 
 
 def render(result: dict[str, Any]) -> str:

@@ -62,7 +62,14 @@ def harness(
             numpy_random_seed=None,
             torch_random_seed=None,
         )
-    return {task: _metrics(figures) for task, figures in found["results"].items()}
+    metrics: dict[str, dict[str, float]] = {}
+    for task, figures in found["results"].items():
+        of_task = metrics.setdefault(task, {})
+        for key, value in figures.items():  # "acc,none": the metric, and its filter
+            name, comma, filtered = key.partition(",")
+            if comma and isinstance(value, int | float):
+                of_task[name if filtered == "none" else f"{name} ({filtered})"] = float(value)
+    return metrics
 
 
 def _loaded(tasks: Sequence[str]) -> list[Any]:
@@ -85,16 +92,6 @@ def _loaded(tasks: Sequence[str]) -> list[Any]:
             ) from error
         loaded += found.values()
     return loaded
-
-
-def _metrics(figures: dict[str, Any]) -> dict[str, float]:
-    """Values of ``{"acc,none": 0.5, ...}`` by metric, with its filter unless that is ``none``."""
-    found = {}
-    for key, value in figures.items():
-        name, comma, filtered = key.partition(",")
-        if comma and isinstance(value, int | float):
-            found[name if filtered == "none" else f"{name} ({filtered})"] = float(value)
-    return found
 
 
 @contextmanager

@@ -78,7 +78,10 @@ class Watch:
         ]
         self._groups = [group for group in self._groups if group.layers]
         self._keys = [layer.site.key for layer in layers]
-        self._slots = _slots(model, layers)
+        # the number of experts that a token is routed to in a module; 0: no mixture
+        shares = chosen_shares(getattr(model, "config", None), [layer.site for layer in layers])
+        modules = [layer.site.experts for layer in layers]
+        self._slots = max((s * modules.count(m) for m, s in shares.items() if m is not None), default=0.0)
         self._turn = threading.RLock()
         self._on = False
         weakref.finalize(self, _drop, self._groups).atexit = False
@@ -250,10 +253,3 @@ def _profiled(model: nn.Module) -> dict[str, float]:
         return {}
     with Parts(state.store.path.parent) as parts:
         return parts.thresholds(state.plan.model_hash)
-
-
-def _slots(model: nn.Module, layers: Sequence[SparseFFN]) -> float:
-    """The number of experts that a token is routed to in a module; 0: no mixture."""
-    shares = chosen_shares(getattr(model, "config", None), [layer.site for layer in layers])
-    modules = [layer.site.experts for layer in layers]
-    return max((share * modules.count(module) for module, share in shares.items() if module is not None), default=0.0)
