@@ -502,10 +502,7 @@ def quantize_(
 def restore(model: Model) -> Model:
     """Restore the original modules and weights, bit for bit; returns ``model``. A dense model is left alone.
 
-    It also stops following a plan (:func:`torch_pi2.follow`).
-
-    Raises:
-        ConfigError: weights are quantised, which cannot be undone.
+    It also stops following a plan (:func:`torch_pi2.follow`). Raises ConfigError if weights are quantised.
     """
     restore_modules(model)
     ModelState.detach(model)

@@ -32,8 +32,7 @@ class CapturedGraph:
 def example_inputs(model: nn.Module) -> dict[str, Any]:
     """Keyword arguments for one run of a Hugging Face model: int64 ``input_ids [2, 8]``.
 
-    Raises:
-        CalibrationError: the model has no ``config.vocab_size``, so its inputs cannot be guessed.
+    Raises CalibrationError if the model has no ``config.vocab_size``.
     """
     config = getattr(model, "config", None)
     text_config: Any = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config

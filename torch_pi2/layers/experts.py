@@ -257,11 +257,7 @@ class SparseExperts(nn.Module):
             self.expert(0).warn_of_other_weights()
 
     def assign(self, name: str, value: torch.Tensor) -> bool:
-        """Write parameter ``name`` into the neurons, on CPU and GPU; returns whether any value changed.
-
-        Raises:
-            ConfigError: they are quantised.
-        """
+        """See :meth:`SparseFFN.assign`."""
         changed = False
         for expert, part in enumerate(self.experts()):
             changed |= part.assign(name, value[expert])
@@ -391,8 +387,7 @@ def _check_alike(part: SparseFFN, first: SparseFFN) -> None:
 def expert_groups(layers: Sequence[Any]) -> list[list[Any]]:
     """The layers of a plan, grouped as they are replaced: all experts of a module together, other layers alone.
 
-    Raises:
-        ArtifactError: the experts of a module are incomplete or out of order.
+    Raises ArtifactError if the experts of a module are incomplete or out of order.
     """
     groups: list[list[Any]] = []
     for layer in layers:

@@ -36,11 +36,7 @@ def on_gpu(tensor: torch.Tensor) -> bool:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Device of ``model``: the GPU if any parameter is on one (as in a divided model), else the CPU.
-
-    Raises:
-        DeviceError: on several GPUs, or some on the CPU.
-    """
+    """The GPU of ``model``, also if it is divided, or the CPU. Raises DeviceError if it is on several devices."""
     held = [parameter for parameter in model.parameters() if not isinstance(parameter, OffloadedParameter)]
     devices = {parameter.device for parameter in held if on_gpu(parameter) or not parameter.is_meta}
     if not any(map(on_gpu, held)):
@@ -299,10 +295,8 @@ def stays_as_it_is(layer: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> bo
     """Whether ``fn``, the argument of ``layer._apply``, leaves a split layer unchanged: it moves to the GPU of its
     part.
 
-    Any other change ends the split, and a dtype conversion logs a warning: the layer is whole on the CPU then.
-
-    Raises:
-        DeviceError, UnsupportedModelError: a move to a GPU that has no kernels for the layer.
+    Any other change ends the split, and a dtype conversion logs a warning: the layer is whole on the CPU then. Raises
+    DeviceError or UnsupportedModelError for a move to a GPU that has no kernels for the layer.
     """
     if layer.split is not None:
         there = torch.empty(0, dtype=layer.dtype, device=layer.split.link.device)

@@ -147,11 +147,7 @@ class Store:
         )
 
     def leave_out(self, layer: int, first: Sequence[int]) -> None:
-        """Leave neurons to another device: ``first[i]`` of layer ``layer + i``. :meth:`preload` skips them.
-
-        Raises:
-            ArtifactError: the store has been closed.
-        """
+        """Leave the ``first[i]`` first neurons of layer ``layer + i`` to another device; :meth:`preload` skips them."""
         self.left_out[layer : layer + len(first)] = first
         with explained(str(self.path)):
             torch.ops.pi2.store_leave_out(self.number, self.left_out)

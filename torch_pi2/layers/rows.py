@@ -166,12 +166,7 @@ class DenseForm(nn.Module):
             )
 
     def assign(self, name: str, value: torch.Tensor) -> bool:
-        """Write parameter ``name`` of the site, in its original shape, into the neurons; returns whether any value
-        changed.
-
-        Raises:
-            ConfigError: the neurons are quantised.
-        """
+        """Write parameter ``name``, in its original shape, into the neurons; returns whether it changed any."""
         self.check_float(f"other weights for {self.site.key}")
         changed = False
         for role, ref in self.site.refs.items():

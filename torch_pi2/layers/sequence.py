@@ -16,10 +16,9 @@ from torch_pi2.types.site import FFNSite
 
 
 def only_input(keyword: str, key: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The only argument of a call, a tensor by position or as ``keyword``, its name in the dense forward.
+    """The only argument of a call: a tensor by position, or as ``keyword``, its name in the dense forward.
 
-    Raises:
-        ConfigError: there are other arguments, whose meaning to the dense layer ``key`` is unknown.
+    Raises ConfigError for other arguments, whose meaning to the dense layer ``key`` is unknown.
     """
     given = args if not kwargs else (*args, *(v for k, v in kwargs.items() if k == keyword))
     if len(given) == len(args) + len(kwargs) == 1 and isinstance(given[0], torch.Tensor | FusedOutput):

@@ -75,8 +75,7 @@ def check_platform(platform: str) -> None:
 def library_path(name: str | None = None) -> Path:
     """A C++ library of this installation (wheel, or editable install beside site-packages); default: torch's.
 
-    Raises:
-        LibraryMissingError: it was not built, or the platform is not supported.
+    Raises LibraryMissingError if it was not built, or the platform is not supported.
     """
     name = name or _LIBRARY
     check_platform(sys.platform)

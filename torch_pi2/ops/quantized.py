@@ -52,11 +52,7 @@ def check_quantizable(what: str, w: torch.Tensor, weights: str) -> None:
 
 
 def check_importance(what: str, importance: torch.Tensor, columns: int) -> None:
-    """Check that the ``importance`` of the weight ``what`` is ``[columns]`` finite numbers of at least 0.
-
-    Raises:
-        ShapeError: of another length. NonFiniteError: negative, NaN or infinite numbers.
-    """
+    """Raises ShapeError or NonFiniteError unless ``importance`` is ``[columns]`` finite numbers of at least 0."""
     if tuple(importance.shape) != (columns,):
         raise ShapeError(
             f"importance for {what}",
@@ -74,10 +70,7 @@ def check_importance(what: str, importance: torch.Tensor, columns: int) -> None:
 
 
 def quantize(what: str, w: torch.Tensor, weights: str, importance: torch.Tensor | None = None) -> torch.Tensor:
-    """:func:`torch_pi2.ops.quantize.quantize` in C++, with checks; ``what``: the weight's name.
-
-    Raises: as :func:`check_quantizable` and :func:`check_importance`.
-    """
+    """:func:`torch_pi2.ops.quantize.quantize` in C++, after the checks above; ``what``: the weight's name."""
     load()
     check_quantizable(what, w, weights)
     if importance is not None:

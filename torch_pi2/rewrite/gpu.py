@@ -92,11 +92,7 @@ def rest_bytes(model: nn.Module) -> int:
 
 
 def room_on_gpu(model: nn.Module, memory_bytes: int) -> int:
-    """Bytes left for neurons of an optimised model in ``memory_bytes``, after everything else of it.
-
-    Raises:
-        OutOfMemoryError: the rest of the model has no room.
-    """
+    """Bytes of ``memory_bytes`` left for neurons. Raises OutOfMemoryError if the rest of the model does not fit."""
     least_bytes = rest_bytes(model)
     if memory_bytes < least_bytes:
         raise OutOfMemoryError(

@@ -84,13 +84,8 @@ def find_linears(
     """Linear layers of the dense ``model`` to quantise beside its FFNs, and those left out with the reason.
 
     Used for models in memory and checkpoints on disk alike. ``example`` is run once to see which layers are called:
-    other code may read the weight of one that is not.
-
-    Args:
-        on_meta: the whole model is on ``meta``, and of Hugging Face; it needs no example.
-
-    Raises:
-        CalibrationError, UnsupportedModelError: the model does not run.
+    other code may read the weight of one that is not. ``on_meta``: the whole model is on ``meta``, and of Hugging Face;
+    it needs no example. Raises CalibrationError or UnsupportedModelError if the model does not run.
     """
     of_sites = {id(model.get_parameter(ref.weight)) for site in sites for ref in site.refs.values()}
     linears: dict[str, nn.Linear] = {}

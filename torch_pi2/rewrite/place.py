@@ -39,11 +39,7 @@ def check_names(model: nn.Module, plan: Plan) -> None:
 
 
 def check_sizes(model: nn.Module, plan: Plan) -> None:
-    """As :func:`check_names`, also for sizes: a ``model`` without weights shows a mismatch nowhere else.
-
-    Raises:
-        StaleArtifactError: the configuration was changed since the folder was made.
-    """
+    """As :func:`check_names`, also for sizes: the configuration may have changed since the folder was made."""
     check_names(model, plan)
     for group in expert_groups(plan.layers):
         site = group[0].site

@@ -184,12 +184,7 @@ def _not_here(what: str, expected: str, found: str) -> UnsupportedModelError:
 
 
 def _layer(call: SimpleNamespace) -> torch.Tensor:
-    """A token's result always has the same bits, whatever other tokens there are; sums are in float32, in another order
-    than on the CPU.
-
-    Raises:
-        UnsupportedModelError: neurons have thresholds of their own, which no kernel supports.
-    """
+    """A token's result always has the same bits; sums are in float32, in another order than on the CPU."""
     if call.thresholds is not None:
         raise _not_here("thresholds", "one threshold for a layer", "one for each neuron")
     x: torch.Tensor = call.x
