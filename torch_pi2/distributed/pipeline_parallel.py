@@ -57,7 +57,6 @@ def remove_other_blocks(model: nn.Module, shard: Shard) -> None:
 
 
 def _mix_in(module: Any, mixin: type, **attributes: Any) -> None:
-    """Insert ``mixin`` before the class of ``module``."""
     kind = type(module)
     module.__class__ = type(kind.__name__, (mixin, kind), attributes)
 
@@ -79,7 +78,6 @@ def connect_stages(model: Any, shard: Shard, group: Group) -> None:
 
 
 def _blocks(model: nn.Module, shard: Shard) -> dict[str, int]:
-    """The numbers of all decoder blocks, by name."""
     numbers = {name: shard.block(name) for name, _ in model.named_modules() if name == block_of(name)}
     return {name: number for name, number in numbers.items() if number is not None}
 

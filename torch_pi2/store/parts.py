@@ -142,7 +142,6 @@ class Parts:
             yield file.path, file.metadata, _reader(file)
 
     def _in_store(self, part: str) -> StoreReader | None:
-        """The store if it has ``part``, otherwise None."""
         return self._store if self._store is not None and f"pi2.{part}" in self._store.specs else None
 
     def _wanted(self, model_hash: str | None) -> str | None:

@@ -107,7 +107,6 @@ class QuantizedWeights(TensorReader):
             raise
 
     def _parse(self) -> None:
-        """Parse :attr:`metadata`. Raises ArtifactError: invalid."""
         meta = self.metadata
         found, version = meta.get("pi2_format"), meta.get("pi2_version")
         if found != self.file_format or version not in self.file_versions:

@@ -221,7 +221,6 @@ class StoreAssembly:
         out.write(checks_name, check_bytes(torch.cat(checks)))
 
     def _copy(self, name: str, out: TensorWriter) -> str:
-        """Copy a tensor; returns its checksum."""
         spec, source, blocks = self.specs[name], self._source(name), []
         for start in range(0, spec.nbytes, PIECE):
             data = source.read_bytes(name, start, min(start + PIECE, spec.nbytes))

@@ -213,7 +213,6 @@ def _other_plan(beside: str, expected: str, found: str) -> StaleArtifactError:
 
 
 def _read_layer(entry: Field, orders: dict[str, torch.Tensor], beside: str) -> LayerPlan:
-    """One entry of plan.json. Raises ArtifactError: invalid."""
     site = FFNSite.from_json(entry.at("site").value, entry.at("site").path)
     neurons = site.intermediate
 

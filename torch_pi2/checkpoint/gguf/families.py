@@ -330,7 +330,6 @@ def llama3_divisors(pairs: int, theta: float, rule: Mapping[str, Any]) -> torch.
 
 
 def _special(file: GgufFile, family: Family, config: dict[str, Any], meta: ArchMetadata) -> None:
-    """Settings of individual families."""
     if family.model_type in ("gemma2", "gemma3_text"):
         # llama.cpp scales queries by the width of heads, except in the 27B models
         big = (config["num_hidden_layers"], family.model_type) in ((46, "gemma2"), (62, "gemma3_text"))

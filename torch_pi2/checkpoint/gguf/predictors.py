@@ -75,7 +75,6 @@ def import_predictors(checkpoint: GgufCheckpoint, folder: Path, data: Any, progr
 
 
 def _check_there(checkpoint: GgufCheckpoint, plan: Plan) -> None:
-    """Raises UnsupportedModelError."""
     threshold = checkpoint.file.metadata.get("powerinfer.sparse_threshold", 0)
     found = ""
     if not checkpoint.predictors():
