@@ -83,7 +83,7 @@ class LayerShape:
         attention_bytes, attention_kernel: linear layers before the FFN. kv_bytes: of one token in this block. 0 if the
             FFN is not the first of its block.
         base_hot: the fewest hot neurons, ``LayerPlan.n_hot``; the predictor has no rows for them.
-        frequencies: (tokens, float64 ``[I]``): share of steps of so many tokens, of different sequences (experts:
+        frequencies: (tokens, float64 ``[I]``): share of steps of that many tokens, of different sequences (experts:
             routed to it), in which the neuron fires for at least one. Ascending from 1.
     """
 
