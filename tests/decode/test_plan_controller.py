@@ -237,6 +237,18 @@ def test_a_plan_says_from_when_on_prompts_are_dense(folders: dict[str, Path]) ->
 # --- the controller ---
 
 
+def test_a_prompt_that_joins_is_one_more_sequence() -> None:
+    """Its chunks, of one sequence each, are no steps of one: the plan goes up once and stays."""
+    model = torch_pi2.optimize(tiny("llama-relu"))
+    controller = follow(model, plan_of(model, {1: 4, 2: 8, 3: 12, 4: 48}))
+    decoder = Decoder(model, max_tokens=32, batch=4, compiled=False, chunk_tokens=4)
+    for sequences in (1, 2, 3):
+        for _ in decoder.add(IDS):
+            assert controller.sequences == sequences
+        decoder.step(torch.ones(sequences, 1, dtype=torch.int64))
+    assert controller.bucket.batch == 3
+
+
 def test_generation_is_seen_and_its_batch_followed() -> None:
     model = torch_pi2.optimize(tiny("llama-relu"))
     how: dict[str, Any] = {"max_new_tokens": 3, "eos_token_id": None}
