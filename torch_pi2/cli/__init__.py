@@ -75,7 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="torch-pi2", description="Sparse feed-forward layers for PyTorch models.")
     versions = f"torch-pi2 {__version__} (torch {metadata.version('torch')}, Python {platform.python_version()})"
     parser.add_argument("--version", action="version", version=versions, help="versions of torch-pi2, torch and Python")
-    shtab.add_argument_to(parser, "--print-completion", help="print a script that lets a shell complete all this")
+    shtab.add_argument_to(parser, "--print-completion", help="print a completion script for a shell")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, help_line in VERBS.items():
         module, class_name = _PLACES.get(name, (name, None))

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("model", metavar="DIR", help="folder written by optimize, quantize or pack, or a plain checkpoint")
     add("--system", metavar="TEXT", help="the system message")
     common.add_sampling(parser, 512)
-    add("--max-tokens", type=common.positive, help="of the whole chat (default: the model's, at most 4096)")
+    add("--max-tokens", type=common.positive, help="tokens of the whole chat (default: the model's, at most 4096)")
     common.add_decoding(parser)
     common.add_loading(parser)
 

@@ -109,7 +109,13 @@ class Quantize:
         add("--quantization", choices=QUANTIZATIONS, default="rtn", help=how)
         common.add_text(parser)
         tokens = Config.calibration_tokens
-        add("--tokens", type=common.positive, default=tokens, dest="calibration_tokens", help="of --text, for gptq")
+        add(
+            "--tokens",
+            type=common.positive,
+            default=tokens,
+            dest="calibration_tokens",
+            help="tokens for gptq",
+        )
         plan = "--out of plan, fit and profile, for a dense IN (default: IN's own)"
         add("--plan", type=Path, metavar="DIR", help=plan)
         common.add_trust(parser)
@@ -162,7 +168,7 @@ class Pack:
         add("--weights", choices=[FLOAT, *OF_NEURONS], help=neurons)
         cluster = "neurons in a slot, read together (default: 1 with predictors, else some 200 KB)"
         add("--cluster", type=common.positive, help=cluster)
-        add("--ranks", type=common.positive, default=1, help="number of shards, one a machine (docs/DISTRIBUTED.md)")
+        add("--ranks", type=common.positive, default=1, help="number of shards, one per machine (docs/DISTRIBUTED.md)")
         shares = "with --ranks: shares of the neurons, by machine (default: equal)"
         add("--shares", type=common.shares, help=shares)
         by = "with --ranks: a shard has some neurons of every layer, or all of some layers (a pipeline)"
@@ -210,16 +216,16 @@ class Synthetic:
             "smallthinker-4b, qwen3-30b-a3b, gpt-oss-20b or tiny; or configuration values as JSON, with model_type"
         )
         add("--shape", default="mistral-7b", help=shapes)
-        add("--active", type=float, default=0.1, help="mean share of neurons that fire; 1: SwiGLU")
-        add("--weights", choices=[*QUANTIZED, *FLOATS], default="int4", help="how they are stored")
-        add("--predictor", choices=["lowrank", "none"], default="lowrank", help="what finds firing neurons")
-        add("--rank", type=common.positive, default=512, help="of the low-rank predictor")
-        add("--layers", type=common.positive, help="another number of layers (default: the shape's)")
+        add("--active", type=float, default=0.1, help="mean share of firing neurons; 1: SwiGLU")
+        add("--weights", choices=[*QUANTIZED, *FLOATS], default="int4", help="format of the weights")
+        add("--predictor", choices=["lowrank", "none"], default="lowrank", help="predictor of firing neurons")
+        add("--rank", type=common.positive, default=512, help="rank of the low-rank predictor")
+        add("--layers", type=common.positive, help="number of layers (default: the shape's)")
         topic = "part of a token's noise that its topic shares (default: as measured on text; 0: experts evenly used)"
         add("--locality", type=float, help=topic)
         distinct = "make N layers' neurons; the others have copies (default: all)"
         add("--distinct-layers", type=common.positive, help=distinct)
-        add("--seed", type=common.seed, default=0, help="of the random weights")
+        add("--seed", type=common.seed, default=0, help="seed of the random weights")
 
     @staticmethod
     def run(args: argparse.Namespace) -> dict[str, Any]:

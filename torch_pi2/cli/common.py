@@ -133,8 +133,8 @@ shares = list_of(float, "shares")
 def add_every(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object on standard output")
     level = parser.add_mutually_exclusive_group()
-    level.add_argument("-v", "--verbose", action="store_true", help="say more, and what other libraries warn of")
-    level.add_argument("-q", "--quiet", action="store_true", help="results and errors alone: no warnings, no progress")
+    level.add_argument("-v", "--verbose", action="store_true", help="more messages, with warnings of other libraries")
+    level.add_argument("-q", "--quiet", action="store_true", help="results and errors only: no warnings, no progress")
     if "--threads" not in parser._option_string_actions:
         parser.add_argument("--threads", type=threads, help="compute threads, 1 to 1024 (default: torch's)")
 
@@ -149,7 +149,7 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
     dtype = "of weights (default: auto, the checkpoint's)"
     group.add_argument("--dtype", choices=("auto", *FLOATS), default="auto", help=dtype)
     add_trust(group)
-    group.add_argument("--allow-download", action="store_true", help="fetch MODEL if it is not here (default: never)")
+    group.add_argument("--allow-download", action="store_true", help="download MODEL if not cached (default: never)")
 
 
 def add_trust(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
@@ -202,11 +202,11 @@ def add_together(parser: argparse.ArgumentParser) -> None:
 
 def add_sampling(parser: argparse.ArgumentParser, tokens: int) -> None:
     add = parser.add_argument
-    add("--max-new-tokens", type=positive, default=tokens, help="of an answer, at most")
+    add("--max-new-tokens", type=positive, default=tokens, help="tokens of an answer, at most")
     add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy")
     top_p = "sample among the likeliest tokens with this probability in sum (default: 1; for bundles, the model's)"
     add("--top-p", type=float, metavar="P", help=top_p)
-    add("--seed", type=seed, default=0, help="of sampling; the next answer has this plus 1")
+    add("--seed", type=seed, default=0, help="seed of sampling; each further answer adds 1")
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
@@ -215,13 +215,13 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     add = partial(_add_setting, parser.add_argument_group("settings", lossless))
     add("--method", choices=METHODS, help="how cold neurons are chosen")
     add("--hot-frequency", type=float, metavar="F", help="neurons that fire more often than this are always computed")
-    add("--target-recall", type=float, metavar="R", help="share of firing neurons that a predictor must find")
-    add("--tolerance", type=float, metavar="T", help="relative change of the loss that is accepted")
+    add("--target-recall", type=float, metavar="R", help="share of firing neurons that a predictor has to find")
+    add("--tolerance", type=float, metavar="T", help="accepted relative change of the loss")
     add("--sparsity", type=float, metavar="S", help="share of neurons that the threshold method skips")
-    add("--score", choices=SCORES, help="what it compares: the gate, alone or times its neuron's output, or up")
-    add("--max-loss", type=float, metavar="L", help="skip as much as raises the loss by this, instead of --sparsity")
+    add("--score", choices=SCORES, help="score to compare: the gate, alone or times its neuron's output, or up")
+    add("--max-loss", type=float, metavar="L", help="skip until the loss rises by this share, instead of --sparsity")
     add("--tokens", type=positive, dest="calibration_tokens", help="calibration tokens")
-    add("--seed", type=seed, help="of every random choice")
+    add("--seed", type=seed, help="seed of all random choices")
 
 
 def _add_setting(group: argparse._ArgumentGroup, option: str, *, help: str, **how: Any) -> None:
@@ -232,7 +232,7 @@ def _add_setting(group: argparse._ArgumentGroup, option: str, *, help: str, **ho
 def add_storage(parser: argparse.ArgumentParser) -> None:
     """The fields of Config about the format of weights; only ``optimize`` has them."""
     add = partial(_add_setting, parser.add_argument_group("quantised weights (lossy)"))
-    add("--weights", choices=WEIGHTS, help="of FFNs and other large linear layers; float: as they are")
+    add("--weights", choices=WEIGHTS, help="format of FFNs and other large linear layers; float: unchanged")
     add("--activations", choices=ACTIVATIONS, help="int8: also round the inputs of quantised layers")
     how = "on --text. weighted: errors count as much as inputs are large; gptq: minutes"
     add("--quantization", choices=QUANTIZATIONS, help=how)

@@ -35,8 +35,8 @@ _FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx512_b
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--target", metavar="xnnpack|qnn:SOC", help="also check what exporting for it needs")
-    add("--compile", action="store_true", help="with --target qnn:SOC: compile a small layer to see (some 10 seconds)")
+    add("--target", metavar="xnnpack|qnn:SOC", help="also check the requirements of export for it")
+    add("--compile", action="store_true", help="with --target qnn:SOC: also compile a small layer (some 10 seconds)")
     add = parser.add_argument_group("hardware profile").add_argument
     add("--measure", action="store_true", help="measure this machine, two to three minutes; let nothing else run")
     folder = "on the drive that models are read from (default: the cache's)"

@@ -30,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--window", type=common.positive, default=256, help="tokens per window")
     batch = f"windows at once (default: {_WINDOWS}; with --budget as many as fit, if that is less)"
     add("--batch-size", type=common.positive, help=batch)
-    add("--decode-tokens", type=common.positive, default=32, help="beside a dense model: tokens to time")
-    add("--rounds", type=common.positive, default=5, help="beside a dense model: rounds of timing")
+    add("--decode-tokens", type=common.positive, default=32, help="with a dense model: timed tokens")
+    add("--rounds", type=common.positive, default=5, help="with a dense model: timing rounds")
     tasks = "also tasks of lm-eval (extra eval): names, YAML files or folders of these; nothing is downloaded"
     add("--lm-eval", nargs="+", default=[], metavar="TASK", help=tasks)
     add("--limit", type=common.positive, help="examples of each task (default: all)")

@@ -34,12 +34,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_model(parser)
     common.add_out(parser)
     add("--target", default="xnnpack", metavar="xnnpack|qnn:SOC", help="qnn: SM8550, SM8650, SM8750, SM8845 or SM8850")
-    add("--max-tokens", type=common.positive, default=512, help="of prompt and answer together")
-    add("--max-prompt", type=common.positive, default=256, help="tokens of a prompt that are read at once")
+    add("--max-tokens", type=common.positive, default=512, help="tokens of prompt and answer together")
+    add("--max-prompt", type=common.positive, default=256, help="prompt tokens read at once")
     add("--batches", type=common.sizes, default=(1, 2, 4), help="sequences decoded together")
-    add("--linears", choices=LINEARS, default="float32", help="of a float model, outside FFNs; int8, int4: lossy")
-    add("--budget", metavar="BYTES", help="memory of a packed MODEL meanwhile, such as 2GiB (default: all of it)")
-    add("--kv", choices=KV_FORMATS, default="float32", help="keys and values; float16, int8: lossy")
+    add(
+        "--linears",
+        choices=LINEARS,
+        default="float32",
+        help="linear layers outside FFNs; int8, int4: lossy",
+    )
+    add(
+        "--budget",
+        metavar="BYTES",
+        help="memory for a packed MODEL, such as 2GiB (default: all of it)",
+    )
+    add("--kv", choices=KV_FORMATS, default="float32", help="format of keys and values; float16, int8: lossy")
     inputs = "of a model with int4 or int8 weights: also round the inputs of its layers (lossy, faster)"
     add("--activations", choices=ACTIVATIONS, default="float", help=inputs)
     hot = "chunks of 512 neurons on the accelerator, by batch size (default: from the statistics; xnnpack: none)"

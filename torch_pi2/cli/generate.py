@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     lookup = "greedy: draft up to K tokens (1 to 7) from what followed the last ones earlier, and verify them together"
     add("--prompt-lookup", type=common.drafted, default=0, metavar="K", help=lookup)
     add("--dense", action="store_true", help="run the dense model of the folder")
-    add("--trace", type=Path, metavar="FILE", help="what threads did, for Perfetto (docs/TRACES.md)")
+    add("--trace", type=Path, metavar="FILE", help="trace of all threads, for Perfetto (docs/TRACES.md)")
     common.add_decoding(parser)
     common.add_loading(parser)
 
@@ -157,16 +157,16 @@ class Run:
         common.add_sampling(parser, 64)
         add("--top-k", type=int, help="sample among the N likeliest tokens (0: all)")
         add("--min-p", type=float, metavar="P", help="sample among tokens at least P times as likely as the likeliest")
-        add("--repetition-penalty", type=float, help="for tokens that have occurred; 1: none")
+        add("--repetition-penalty", type=float, help="penalty for tokens that have occurred; 1: none")
         defaults = "may be repeated. Defaults of these and --top-p are in the model's generation_config.json"
         add("--stop", action="append", metavar="TEXT", help=f"end answers before it; {defaults}")
         add("--num-return-sequences", type=common.positive, default=1, help="answers to one prompt")
-        add("--budget", metavar="BYTES", help="memory for all but Python, such as 2GiB (default: no limit)")
+        add("--budget", metavar="BYTES", help="memory of the process without Python, such as 2GiB (default: no limit)")
         add("--store", type=Path, metavar="PATH", help="the neuron store, or its folder (default: BUNDLE)")
         add("--io-threads", type=common.positive, help="threads that read the store (default: 64)")
-        add("--engine", metavar="NAME", help="that reads the store; a wrong name lists them (default: auto)")
-        add("--policy", metavar="NAME", help="of the neuron cache; a wrong name lists them (default: lfu)")
-        add("--trace", type=Path, metavar="FILE", help="what threads did, for Perfetto (docs/TRACES.md)")
+        add("--engine", metavar="NAME", help="read engine of the store; a wrong name lists all (default: auto)")
+        add("--policy", metavar="NAME", help="policy of the neuron cache; a wrong name lists all (default: lfu)")
+        add("--trace", type=Path, metavar="FILE", help="trace of all threads, for Perfetto (docs/TRACES.md)")
         verify = (
             "first compare the hash of every file, the whole store included; --no-verify: compare sizes only "
             "(default: checksums of what is loaded)"

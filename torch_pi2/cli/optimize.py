@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--stats", type=Path, metavar="DIR", help="folder written by profile (default: profile now)")
     add("--predictors", type=Path, metavar="DIR", help="folder written by fit (needs --stats; default: fit now)")
     common.add_text(parser)
-    add("--hardware", metavar="NAME", help="plan for it, too: measured, a preset, or a file (default: for none)")
+    add("--hardware", metavar="NAME", help="also plan for this hardware: measured, a preset, or a file (default: none)")
     common.add_config(parser)
     common.add_storage(parser)
     verdict.add_arguments(parser)
@@ -168,18 +168,23 @@ class Sparsify:
         add("--heldout", nargs="+", metavar="FILE|stdlib-heldout", help=heldout)
         shapes = ("relu-gate", "drelu")
         add("--activation", choices=shapes, default=shapes[0], help="drelu: also on up; needs modelling code")
-        add("--target-sparsity", type=float, default=0.95, metavar="S", help="share of zeros")
-        add("--steps", type=common.count, default=0, help="of the optimiser; 0: one pass over the text")
-        add("--batch", type=common.positive, default=16, help="windows a step")
+        add("--target-sparsity", type=float, default=0.95, metavar="S", help="target share of zeros")
+        add("--steps", type=common.count, default=0, help="optimiser steps; 0: one pass over the text")
+        add("--batch", type=common.positive, default=16, help="windows per step")
         add("--window", type=common.positive, default=512, help="tokens")
-        add("--accumulate", type=common.positive, default=1, help="forward passes a step")
-        add("--learning-rate", type=float, default=5e-5, metavar="F", help="the highest")
-        add("--lora", type=common.count, default=0, help="train adapters of this rank alone (package peft); 0: none")
+        add("--accumulate", type=common.positive, default=1, help="forward passes per step")
+        add("--learning-rate", type=float, default=5e-5, metavar="F", help="peak learning rate")
+        add(
+            "--lora",
+            type=common.count,
+            default=0,
+            help="train only adapters of this rank (peft); 0: all weights",
+        )
         distill = "share of the loss from the dense model's predictions (without SHARE: 0.5)"
         add("--distill", type=float, nargs="?", const=0.5, default=0.0, metavar="SHARE", help=distill)
         add("--float32", action="store_true", help="compute in float32, not in bfloat16")
         add("--save-every", type=common.count, default=0, help="steps between checkpoints; 0: ten in all")
-        add("--seed", type=common.seed, default=0, help="of every random choice")
+        add("--seed", type=common.seed, default=0, help="seed of all random choices")
 
     @staticmethod
     def run(args: argparse.Namespace) -> dict[str, Any]:

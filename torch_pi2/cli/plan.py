@@ -28,20 +28,20 @@ _OF_MACHINE = ("budget", "accelerator_memory", "context", "batches", "fixed_hot_
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="Hugging Face checkpoint, or a folder of optimize, save or pack")
-    add("--stats", type=Path, metavar="DIR", help="folder written by profile (default: MODEL's own, if it has some)")
+    add("--stats", type=Path, metavar="DIR", help="folder written by profile (default: MODEL's own statistics)")
     add("--predictors", type=Path, metavar="DIR", help="folder written by fit, for a checkpoint")
     add("--out", type=Path, metavar="DIR", help="folder to write into (torch_pi2.load(MODEL, plan=DIR))")
     add = parser.add_argument_group("machine and budgets (lossless but for what predictors miss)").add_argument
     hardware = "measured (torch-pi2 doctor --measure), a preset, or a file"
     add("--hardware", metavar="NAME", help=hardware)
     add("--budget", metavar="BYTES", help="memory, with a store: 2.5GiB, 700MB (default: everything in memory)")
-    add("--accelerator-memory", metavar="BYTES", help="for hot neurons (default: none are there)")
+    add("--accelerator-memory", metavar="BYTES", help="accelerator memory for hot neurons (default: none)")
     add("--context", type=common.positive, help="tokens of each sequence (default: 1024)")
-    add("--batches", type=common.sizes, help="numbers of sequences to plan for (default: 1,2,4,8,16)")
+    add("--batches", type=common.sizes, help="batch sizes to plan for (default: 1,2,4,8,16)")
     add("--fixed-hot-set", action="store_true", default=None, help="the same hot neurons at all batch sizes")
     common.add_old_name(parser, "--one-boundary", "--fixed-hot-set")
     add("--explain", action="store_true", default=None, help="show the prediction only: --out may be left out")
-    add("--activations", choices=ACTIVATIONS, help="with which MODEL is going to be loaded (default: float)")
+    add("--activations", choices=ACTIVATIONS, help="activations with which MODEL will be loaded (default: float)")
     common.add_loading(parser)
     common.add_mapped(parser)
     common.add_config(parser)

@@ -63,7 +63,7 @@ class Replay:
         budget = "of the cache: shares of all neurons, or bytes, comma-separated"
         add("--budget", default="30%,50%,70%", metavar="SIZES", help=budget)
         add("--policies", metavar="NAMES", help="comma-separated (default: all, and optimal)")
-        add("--empty", action="store_true", help="begin with an empty cache instead of the most frequent neurons")
+        add("--empty", action="store_true", help="start with an empty cache instead of the most frequent neurons")
 
     @staticmethod
     def run(args: argparse.Namespace) -> dict[str, Any]:
