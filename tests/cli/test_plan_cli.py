@@ -141,6 +141,7 @@ def test_settings_reach_the_solver(command, root, tmp_path) -> None:
             "for a machine a folder of optimize",
         ),
         (("{model}", "--hardware", PHONE, "--out", "{tmp}/p", "--budget", "much"), "budget bytes, or text such as"),
+        (("{store}", *map(str, BASE), "--out", "{store}/pi2"), "a folder of its own: the store there has its plan"),
         (
             ("{model}", "--hardware", PHONE, "--out", "{tmp}/p", "--budget", "1GiB"),
             "--budget 1GiB a model over a store .*model, which has none Pack it first: torch-pi2 pack MODEL STORE",

@@ -101,7 +101,7 @@ class LoadSettings:
                 "group=...",
                 "a shard",
                 "a whole model, which each process computes alone",
-                "Make shards (torch-pi2 pack --ranks N), or leave --reduction, --attention and --timeout out.",
+                "Make shards (torch-pi2 pack --ranks N), or leave --reduction and --timeout out.",
             ),
             (
                 self.budget is not None and not has_store,

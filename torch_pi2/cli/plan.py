@@ -84,6 +84,10 @@ def _check(args: argparse.Namespace) -> None:
     if args.predictors is not None and ours:
         found = str(args.predictors)
         raise ConfigError("--predictors", expected="none: the folder has its own", found=found, fix="Leave it out.")
+    if args.out is not None and os.path.lexists(args.out / "model.pi2"):
+        expected = "a folder of its own: the store there has its plan inside"
+        fix = "Write it elsewhere, and pass that folder to torch_pi2.load(..., plan=DIR)."
+        raise ConfigError(f"--out {args.out}", expected=expected, found="model.pi2", fix=fix)
 
 
 def _for_machine(args: argparse.Namespace) -> dict[str, Any]:
