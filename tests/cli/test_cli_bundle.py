@@ -247,7 +247,8 @@ def test_export_passes_on_what_is_asked(
     assert f"{out}: decoder for xnnpack, methods forward, decode_b1" in ran.out
     old = ("--outliers", 4, "--no-verdict")  # removed; accepted for one release
     ran = command("export", "m", "--out", tmp_path / "three", "--hot-prompts", "none", *old)
-    assert "--outliers has no effect any more" in ran.err and "--no-verdict has no effect any more" in ran.err
+    assert "--outliers has no effect any more" in ran.err
+    assert "--no-verdict has no effect any more" in ran.err
     assert given["hot_prompts"] == ()
 
 

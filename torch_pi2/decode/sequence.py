@@ -30,7 +30,7 @@ class Sampling:
                 expected=f"a temperature of {LEAST_TEMPERATURE:g} or more, top_k of 0 or more, top_p above 0 and at "
                 "most 1",
                 found=f"{self.temperature:g}, {self.top_k} and {self.top_p:g}",
-                fix="Correct it, or leave do_sample out.",
+                fix="Correct it; greedy: temperature 0 or do_sample=False.",
             )
 
 
