@@ -19,12 +19,13 @@ from typing import Any, TypeVar, Unpack
 import torch
 from torch import nn
 
+from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.fields import checked
 from torch_pi2.base.memory import is_mapped
 from torch_pi2.base.modules import evaluating, fresh_settings
 from torch_pi2.decode import hf_generate
 from torch_pi2.decode.plan_controller import follow
-from torch_pi2.errors import CalibrationError, StaleArtifactError, check_choice
+from torch_pi2.errors import CalibrationError, DtypeError, StaleArtifactError, check_choice
 from torch_pi2.fitting.fit import LAYER_FITS, cold_neurons, fit_layers
 from torch_pi2.fitting.fit import fit as fit_predictors
 from torch_pi2.fitting.loss import causal_lm_loss
@@ -82,7 +83,18 @@ def _search(
     elif data and not hasattr(model, "config"):
         assert data[0].input_ids is not None
         inputs = {"args": (data[0].input_ids[:2, :8],)}
-    found = search(model, needed=needed, **inputs)
+    try:
+        found = search(model, needed=needed, **inputs)
+    except CalibrationError as error:
+        matrices = {dtype_name(p.dtype): name for name, p in model.named_parameters() if p.dim() == 2}
+        if len(matrices) < 2:
+            raise
+        raise DtypeError(
+            f"dtypes of {type(model).__name__}, which does not run",
+            expected="one dtype for all matrices",
+            found=", ".join(f"{dtype} ({name})" for dtype, name in sorted(matrices.items())),
+            fix="Convert the model with model.to(torch.bfloat16) (or float32) first.",
+        ) from error
     return found if stats is None else _as_profiled(found, stats)
 
 
