@@ -274,6 +274,9 @@ def test_mixed_dtypes_by_name() -> None:
         check_weights(site, weights._replace(up=weights.up.bfloat16()))
     with pytest.raises(errors.DtypeError, match="found float64"):
         check_weights(site, type(weights)(*(None if w is None else w.double() for w in weights)))
+    model.model.layers[0].mlp.bfloat16()  # the model does not run
+    with pytest.raises(errors.DtypeError, match=r"one dtype for all matrices, found bfloat16 \(model"):
+        torch_pi2.optimize(model)
 
 
 def test_training_model_with_gradients(drelu) -> None:
