@@ -195,8 +195,7 @@ def fit(
     """Fit low-rank predictors for the cold neurons, just large enough to keep the model's loss within the tolerance.
 
     With ``config.method`` "signbit": sign-bit predictors, each with the recall of ``config.target_recall``. With
-    "auto",
-    experts get none: the router already skips most of their neurons, and each would need training.
+    "auto", experts get none: the router already skips most of their neurons, and each would need training.
 
     ``data`` must give next-token logits (a causal language model); for other models use
     :func:`torch_pi2.fitting.fit.fit` with a ``loss_fn``. Other arguments are those of :func:`profile`.
@@ -324,9 +323,8 @@ def optimize(
     """Replace the FFNs of ``model`` by predictor-gated neuron clusters, in place; returns ``model``.
 
     Without ``calibration`` only the lossless exact gate is possible, which skips neurons only in ReLU-family models.
-    With
-    it: profile, fit (for ``auto`` and ``lowrank``), plan, rewrite. Each expert of a mixture has its own threshold and,
-    with ``lowrank`` or ``signbit``, its own predictor. ``generate``, ``save_pretrained`` and ``state_dict`` keep
+    With it: profile, fit (for ``auto`` and ``lowrank``), plan, rewrite. Each expert of a mixture has its own threshold
+    and, with ``lowrank`` or ``signbit``, its own predictor. ``generate``, ``save_pretrained`` and ``state_dict`` keep
     working; :func:`restore` gives the original back bit for bit, unless weights are quantised. Parameters of FFNs and
     modules within them are gone, and any access raises an error by name (:mod:`torch_pi2.base.offloaded`); hooks are
     kept or refused by name (:mod:`torch_pi2.base.modules`).

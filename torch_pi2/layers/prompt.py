@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +25,7 @@ from torch_pi2.layers.rows import row_of_each
 from torch_pi2.ops import ACTIVATIONS, load
 from torch_pi2.ops.activations import cuts, exact_zeros, on_up
 from torch_pi2.ops.gpu.operators import products_from, rows_at_once
-
-if TYPE_CHECKING:
-    from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.types.site import FFNSite
 
 #: Number of tokens from which matrix products are used, unless ``SparseFFN.dense_from`` is set.
 PROMPT_TOKENS = 32
@@ -90,12 +88,40 @@ def single_steps() -> AbstractContextManager[None]:
     return _called_with(single_steps=True, sparse_only=True)
 
 
+class PromptLayer(Protocol):
+    """The members of a :class:`~torch_pi2.layers.ffn.SparseFFN` that this module reads: it is below that class."""
+
+    site: FFNSite
+    weights: str
+    int8_activations: bool
+    in_memory: bool
+    has_tiles: bool
+    expected_share: float
+    dense_from: int | None
+    by_batch: tuple[tuple[int, int], ...]
+    n_hot: int
+    threshold: float
+    thresholds: torch.Tensor | None
+    neuron_rows: torch.Tensor
+    bias_gate: torch.Tensor | None
+    bias_up: torch.Tensor | None
+    bias_down: torch.Tensor | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the layer's float parameters."""
+
+    @property
+    def has_predictor(self) -> bool:
+        """Whether cold neurons are predicted."""
+
+
 def decoded_together(x: torch.Tensor, hidden: int) -> int:
     """Upper bound of the number of sequences in ``x [..., hidden]``, for a decoding step."""
     return 1 if call_mode.single_steps else x.numel() // hidden
 
 
-def takes_prompt_path(layer: SparseFFN, x: torch.Tensor) -> bool:
+def takes_prompt_path(layer: PromptLayer, x: torch.Tensor) -> bool:
     """Whether :func:`prompt_ffn` is the faster path for ``x [..., H]``."""
     if on_gpu(x):
         return _dense_on_gpu(layer, x)
@@ -106,7 +132,7 @@ def takes_prompt_path(layer: SparseFFN, x: torch.Tensor) -> bool:
     return _wants_all(layer) if layer.has_predictor else not layer.int8_activations
 
 
-def _dense_on_gpu(layer: SparseFFN, x: torch.Tensor) -> bool:
+def _dense_on_gpu(layer: PromptLayer, x: torch.Tensor) -> bool:
     if torch.compiler.is_compiling():
         tokens = x.numel() // layer.site.hidden
     elif call_mode.sparse_only:
@@ -117,12 +143,12 @@ def _dense_on_gpu(layer: SparseFFN, x: torch.Tensor) -> bool:
     return all_of_floats or tokens >= dense_on_gpu_from(layer)
 
 
-def _as_they_are(layer: SparseFFN) -> bool:
+def _as_they_are(layer: PromptLayer) -> bool:
     """Whether matrix products use the rows of ``layer`` unconverted."""
     return layer.weights == FLOAT and layer.dtype == _of_factors(layer.dtype)
 
 
-def dense_on_gpu_from(layer: SparseFFN) -> int:
+def dense_on_gpu_from(layer: PromptLayer) -> int:
     """Number of tokens from which a ``layer`` on a GPU computes every neuron, for inputs of its dtype.
 
     From there the tokens, each reading its own neurons, would read more than the dense product.
@@ -139,7 +165,7 @@ def dense_on_gpu_from(layer: SparseFFN) -> int:
     return products_from(stored, site.hidden, factor_bytes, share)
 
 
-def skips_predictor(layer: SparseFFN, x: torch.Tensor) -> bool:
+def skips_predictor(layer: PromptLayer, x: torch.Tensor) -> bool:
     """Whether ``x [..., H]`` is a prompt for which the operator computes every gate and up (int8 activations: by
     tiles).
 
@@ -154,7 +180,7 @@ def skips_predictor(layer: SparseFFN, x: torch.Tensor) -> bool:
     return _wants_all(layer)
 
 
-def _wants_all(layer: SparseFFN) -> bool:
+def _wants_all(layer: PromptLayer) -> bool:
     """Whether a predicted layer computes every neuron of a prompt; it does if ``dense_from`` is set."""
     most = PREDICTED_SHARE_INT8 if layer.int8_activations and layer.has_tiles else PREDICTED_SHARE
     return layer.dense_from is not None or layer.expected_share > most
@@ -166,7 +192,7 @@ def has_tiles() -> bool:
     return str(torch.ops.pi2.kernel_tables()).endswith("vnni")
 
 
-def _stays(layer: SparseFFN, x: torch.Tensor) -> bool:
+def _stays(layer: PromptLayer, x: torch.Tensor) -> bool:
     """Whether ``x`` is no prompt: few tokens, :func:`sparse_only`, or a graph being captured for any number of tokens.
 
     Up to the largest bucket of a plan (``by_batch``), tokens are sequences: a step keeps its bits, compiled or not.
@@ -177,12 +203,12 @@ def _stays(layer: SparseFFN, x: torch.Tensor) -> bool:
     return least == 0 or _tokens(layer, x) < least
 
 
-def _tokens(layer: SparseFFN, x: torch.Tensor) -> int:
+def _tokens(layer: PromptLayer, x: torch.Tensor) -> int:
     """Tokens of the call, or of the whole prompt that it is a chunk of."""
     return max(x.numel() // layer.site.hidden, call_mode.prompt_tokens)
 
 
-def prompt_from(layer: SparseFFN) -> int:
+def prompt_from(layer: PromptLayer) -> int:
     """Number of tokens from which a call is a prompt to ``layer``; 0: never."""
     least = PROMPT_TOKENS if layer.dense_from is None else layer.dense_from
     return max(least, layer.by_batch[-1][0] + 1) if least and layer.by_batch else least
@@ -193,7 +219,7 @@ def _of_factors(dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
-def prompt_ffn(layer: SparseFFN, x: torch.Tensor) -> torch.Tensor:
+def prompt_ffn(layer: PromptLayer, x: torch.Tensor) -> torch.Tensor:
     """``layer(x)`` for ``x [..., H]`` with every neuron computed; the result has ``x``'s dtype.
 
     Everything is in float32, as in the sparse operator, except products of bfloat16 inputs, which PyTorch rounds to
@@ -204,7 +230,7 @@ def prompt_ffn(layer: SparseFFN, x: torch.Tensor) -> torch.Tensor:
         return _prompt_ffn(layer, x)
 
 
-def _prompt_ffn(layer: SparseFFN, x: torch.Tensor) -> torch.Tensor:
+def _prompt_ffn(layer: PromptLayer, x: torch.Tensor) -> torch.Tensor:
     site, kind = layer.site, layer.weights
     dtype = _of_factors(x.dtype)
     x_TH = x.reshape(-1, site.hidden).to(dtype)
