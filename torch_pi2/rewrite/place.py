@@ -25,14 +25,22 @@ _OF_FILES = {name: strategy for strategy, name in _IN_FILES.items()}
 
 
 def check_names(model: nn.Module, plan: Plan) -> None:
-    """Raises StaleArtifactError if ``plan`` names parameters that ``model`` does not have."""
-    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    for layer in plan.layers:
-        for name in layer.site.parameter_names:
-            if name not in names:
+    """Raises StaleArtifactError: ``plan`` names parameters or modules that ``model`` does not have, or a module
+    without its parameters as the owner of a layer.
+    """
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    for site in (layer.site for layer in plan.layers):
+        owner = site.owner if site.experts is None else site.experts
+        named = [(f"parameter {name}", name in parameters) for name in site.parameter_names]
+        named += [(f"module {name}", name in modules) for name in (owner, *site.inner)]
+        within = all(name.startswith(f"{owner}." if owner else "") for name in site.parameter_names)
+        named.append((f"module {owner} that holds all parameters of {site.key}", within))
+        for what, good in named:
+            if not good:
                 raise StaleArtifactError(
                     "plan",
-                    expected=f"a model with a parameter {name}",
+                    expected=f"a model with a {what}",
                     found=f"{type(model).__name__} without one",
                     fix="Make a new plan for this model.",
                 )
