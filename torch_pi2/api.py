@@ -32,7 +32,7 @@ from torch_pi2.fitting.loss import causal_lm_loss
 from torch_pi2.fitting.search import FitSettings
 from torch_pi2.fitting.thresholds import Thresholds, choose_thresholds, read_first
 from torch_pi2.formats import FLOAT, FORMATS, QUANTIZED
-from torch_pi2.graph.find import Found, search
+from torch_pi2.graph.find import Found, named, search
 from torch_pi2.machine.find import find_hardware
 from torch_pi2.machine.hardware import Hardware
 from torch_pi2.ops import load as load_library
@@ -322,7 +322,8 @@ def optimize(
 ) -> Model:
     """Replace the FFNs of ``model`` by predictor-gated neuron clusters, in place; returns ``model``.
 
-    Without ``calibration`` only the lossless exact gate is possible, which skips neurons only in ReLU-family models.
+    Without ``calibration`` only the lossless exact gate is possible, for layers of the ReLU family; other layers then
+    stay dense, and a model that has only such layers is refused.
     With it: profile, fit (for ``auto`` and ``lowrank``), plan, rewrite. Each expert of a mixture has its own threshold
     and, with ``lowrank`` or ``signbit``, its own predictor. ``generate``, ``save_pretrained`` and ``state_dict`` keep
     working; :func:`restore` gives the original back bit for bit, unless weights are quantised. Parameters of FFNs and
@@ -385,7 +386,13 @@ def _optimize(
     if calibration is None and stats is None:
         _optimize_without_data(model, config, progress)
         return
-    data = None if calibration is None else calibration_batches(model, calibration, tokenizer, config)
+    measured = config.method not in ("exact", "dense") or stats is not None or config.quantization != "rtn"
+    least = MIN_TOKENS if measured else 1
+    data = None if calibration is None else calibration_batches(model, calibration, tokenizer, config, least)
+    if data and not measured and 0 < sum(batch.n_tokens for batch in data) < MIN_TOKENS:
+        _log.warning("fewer than %d tokens tell nothing of how often neurons fire: their order is kept", MIN_TOKENS)
+        _optimize_without_data(model, config, progress, data)
+        return
     found, strategies = replaceable(model, _search(model, data))
     if stats is None:
         assert data is not None
@@ -455,8 +462,15 @@ def _optimize_without_data(model: Model, config: Config, progress: bool, data: l
     needed = config.method != Method.DENSE or config.weights == "float"  # else linear layers are enough
     found, strategies = replaceable(model, _search(model, data, needed=needed), needed)
     sites = found.sites
-    smooth = sorted({site.activation for site in sites if not exact_zeros(site.activation)})
-    if config.method in LOSSY or (smooth and config.method == "auto"):
+    no_zeros = {site.key: site.activation for site in sites if not exact_zeros(site.activation)}
+    smooth = sorted(set(no_zeros.values()))
+    if config.method == "auto" and 0 < len(no_zeros) < len(sites):
+        left = {key: f"{name} has no exact zeros, and there is no calibration" for key, name in no_zeros.items()}
+        _log.warning("left dense: %s", named(left))
+        found.left.update(left)
+        if config.weights == FLOAT:  # else they are quantised, all neurons of them
+            sites = [site for site in sites if site.key not in no_zeros]
+    elif config.method in LOSSY or (config.method == "auto" and no_zeros):
         wanted = f"method '{config.method}'" if not smooth else f"activation {', '.join(smooth)} (no exact zeros)"
         raise CalibrationError(
             f"optimize without calibration, {wanted}",

@@ -295,6 +295,39 @@ def test_what_takes_calibration_says_so(drelu) -> None:
         torch_pi2.optimize(drelu, stats=torch_pi2.profile(drelu, ids()), config=torch_pi2.Config(method="lowrank"))
 
 
+@torch.no_grad()
+def test_without_calibration_layers_without_zeros_stay_dense_and_are_named(caplog) -> None:
+    model = tiny_models.tiny("llama")
+    model.model.layers[0].mlp.act_fn = torch.nn.ReLU()
+    wanted, other = model(ids(1, 4)).logits, model.model.layers[1].mlp
+    torch_pi2.optimize(model)
+    reason = "silu has no exact zeros, and there is no calibration"
+    assert model.torch_pi2.left == {"model.layers.1.mlp": reason}
+    assert f"left dense: model.layers.1.mlp ({reason})" in caplog.text
+    assert [layer.site.key for layer in model.torch_pi2.plan.layers] == ["model.layers.0.mlp"]
+    assert not torch_pi2.layers.of_model.sparse_layers(other)
+    torch.testing.assert_close(model(ids(1, 4)).logits, wanted)
+    quantised = torch_pi2.optimize(torch_pi2.restore(model), weights="int8")
+    assert [layer.method for layer in quantised.torch_pi2.plan.layers] == ["exact", "dense"]
+    assert quantised.torch_pi2.left == {"model.layers.1.mlp": reason}
+
+
+@pytest.mark.parametrize("method", ["exact", "dense"])
+@torch.no_grad()
+def test_what_measures_nothing_needs_no_number_of_tokens(method: str) -> None:
+    layer = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))
+    model, x = torch.nn.Sequential(layer, torch.nn.LayerNorm(32)), torch.randn(1, 3, 32)
+    wanted = model(x)
+    torch_pi2.optimize(model, [(x,)], method=method)
+    assert [made.method for made in model.torch_pi2.plan.layers] == [method]
+    torch.testing.assert_close(model(x), wanted)
+    with pytest.raises(errors.CalibrationError, match="at least 64 tokens"):
+        torch_pi2.optimize(torch.nn.Sequential(torch_pi2.restore(model)), [(x,)])
+    alone = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))
+    alone.forward = lambda x: alone[2](torch.relu(alone[0](x)))  # no sequence of modules
+    torch_pi2.optimize(torch.nn.Sequential(alone), [(x,)], method=method)
+
+
 def test_stale_artifacts(drelu, tmp_path: Path) -> None:
     config = torch_pi2.Config(method="lowrank", **QUICK)
     stats = torch_pi2.profile(drelu, ids(), config=config)

@@ -23,7 +23,7 @@ from torch_pi2.predict.file import FittedPredictors, load_predictors, save_predi
 from torch_pi2.predict.lowrank import ALWAYS, LowRank, LowRankRows
 from torch_pi2.profiling.data import Batch
 from torch_pi2.profiling.run import profile
-from torch_pi2.profiling.samples import Samples
+from torch_pi2.profiling.samples import Samples, collect_samples
 from torch_pi2.types.plan import weights_hash
 from torch_pi2.types.site import FFNSite, FFNWeights, LinearRef
 from torch_pi2.types.stats import ActivationStats, pack_bits
@@ -312,6 +312,23 @@ def test_layers_without_cold_neurons_get_no_predictor(sparse_model: tuple) -> No
     assert dict(fit(model, ids, sites, stats, FitSettings(**FIT), cold=none)) == {}
     one = none | {sites[1].key: torch.arange(20)}
     assert set(fit(model, ids, sites, stats, FitSettings(tolerance=0.5, **FIT), cold=one)) == {sites[1].key}
+
+
+def test_layers_that_too_few_tokens_reach_get_no_predictor(
+    sparse_model: tuple, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts in a ModuleDict, as Switch has them: one may see some 30 of 1,000 tokens."""
+    model, sites, ids, stats = sparse_model
+    key = sites[0].key
+
+    def few(*args: Any, **how: Any) -> dict[str, Samples]:
+        found = dict(collect_samples(*args, **how))
+        return found | {key: Samples(found[key].x_NH[:32], found[key].fired_bits[:32], I)}
+
+    monkeypatch.setattr("torch_pi2.fitting.fit.collect_samples", few)
+    got = fit(model, ids, sites, stats, FitSettings(tolerance=0.5, **FIT))
+    assert set(got) == {site.key for site in sites[1:]}
+    assert f"too few of the tokens reach them (64): {key}" in caplog.text
 
 
 def test_fit_refuses_what_it_cannot_use(sparse_model: tuple) -> None:

@@ -30,7 +30,7 @@ from torch_pi2.errors import CalibrationError, check_made_from
 from torch_pi2.fitting.loss import LossFn, causal_lm_loss, mean_loss
 from torch_pi2.fitting.resume import Losses, PredictorCache, PredictorFiles, work_folder
 from torch_pi2.fitting.search import FitSettings, Layer, Search, initial_rank
-from torch_pi2.fitting.train import calibrate, measure
+from torch_pi2.fitting.train import MIN_SAMPLES, calibrate, measure
 from torch_pi2.graph.dispatch import PredictedMaskMode
 from torch_pi2.graph.routed import modules_of
 from torch_pi2.ops import load as load_library
@@ -112,6 +112,11 @@ def fit(
         wanted = {"fit": settings.n_tokens, "calibrate": held_back, "evaluate": held_back}
         how = {"seed": settings.seed, "progress": progress}
         samples = _samples(model, sets, wanted, sites, cuts, work, how)
+        least = {"fit": MIN_SAMPLES, "calibrate": 1, "evaluate": 1}
+        few = [s.key for s in sites if any(len(samples[name][s.key]) < some for name, some in least.items())]
+        if few:
+            _log.warning("no predictors, as too few of the tokens reach them (%d): %s", MIN_SAMPLES, ", ".join(few))
+            sites = [s for s in sites if s.key not in few]
         layers = [
             Layer(
                 s,

@@ -200,7 +200,8 @@ def plan_without_data(sites: Sequence[FFNSite], model_hash: str, config: Config)
     layers = []
     for site in sites:
         # experts have no hot neurons: exact gives the same bits
-        dense = config.method == Method.DENSE and site.experts is None
+        skips = exact_zeros(site.activation) or config.method == Method.EXACT
+        dense = (config.method == Method.DENSE or not skips) and site.experts is None
         order = torch.arange(site.intermediate, dtype=torch.int32)
         method = Method.DENSE if dense else Method.EXACT
         layers.append(LayerPlan(site, method, site.intermediate if dense else 0, order))

@@ -88,6 +88,7 @@ def batches(
     tokenizer: Callable[..., Any] | None = None,
     batch_size: int = 8,
     seq_len: int = 128,
+    least: int = MIN_TOKENS,
 ) -> Iterator[Batch]:
     """Convert calibration ``data`` into batches, one at a time; rows of a batch lie far apart in a text.
 
@@ -101,7 +102,7 @@ def batches(
         seq_len: maximum tokens per row of these; longer ones are cut into windows.
 
     Raises:
-        CalibrationError: fewer than ``MIN_TOKENS`` real tokens, text without a tokenizer, ids that are not integers, or
+        CalibrationError: fewer than ``least`` real tokens, text without a tokenizer, ids that are not integers, or
             another form.
     """
     if batch_size < 1 or seq_len < 2:
@@ -117,7 +118,7 @@ def batches(
         known &= batch.mask_BT is not None
         total += batch.n_tokens
         yield batch.on_the_cpu()
-    if known and total < MIN_TOKENS:
+    if known and total < least:
         raise CalibrationError(
             "calibration data",
             expected=f"at least {MIN_TOKENS} tokens (a few thousand are better)",
@@ -126,7 +127,9 @@ def batches(
         )
 
 
-def calibration_batches(model: nn.Module, data: Any, tokenizer: Any, config: Config) -> list[Batch]:
+def calibration_batches(
+    model: nn.Module, data: Any, tokenizer: Any, config: Config, least: int = MIN_TOKENS
+) -> list[Batch]:
     """About ``config.calibration_tokens`` tokens of ``data``, as a list of batches.
 
     A batch whose tokens cannot be counted is taken as full, so that an endless stream ends. ``tokenizer`` defaults to
@@ -137,7 +140,7 @@ def calibration_batches(model: nn.Module, data: Any, tokenizer: Any, config: Con
         tokenizer = tokenizer_of(model, None, "calibration text", CalibrationError)
     kept: list[Batch] = []
     tokens = 0
-    for batch in batches(data, tokenizer=tokenizer, batch_size=config.batch_size, seq_len=config.seq_len):
+    for batch in batches(data, tokenizer=tokenizer, batch_size=config.batch_size, seq_len=config.seq_len, least=least):
         kept.append(batch)
         tokens += batch.n_tokens or config.batch_size * config.seq_len
         if tokens >= config.calibration_tokens:

@@ -253,7 +253,9 @@ def _no_strategy(site: FFNSite, reasons: Sequence[str]) -> UnsupportedModelError
         f"rewriting {site.key or 'the FFN'} ({site.owner_class})",
         expected="modules that compute the FFN, or linears that can be replaced",
         found="; ".join(reasons),
-        fix="Move the FFN into a module of its own.",
+        fix="Move the FFN into a module of its own."
+        if site.owner
+        else "Pass a module around it: nn.Sequential(model).",
     )
 
 
