@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import shutil
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from cli_calls import Ran
+from safetensors.torch import load_file, save_file
 from shared import shared_folder
 from tiny_models import randomise
 from tiny_tokenizers import TEXT, byte_tokenizer
@@ -90,6 +92,46 @@ def test_damaged_folders(
     said = command("generate", tmp_path / "damaged", "--prompt", "x", ok=False).err
     assert re.search(message, said)
     assert "trust_remote_code" not in said
+
+
+@pytest.mark.parametrize(
+    ("file", "field", "value"),
+    [
+        ("config.json", "dtype", 0),
+        ("config.json", "hidden_size", [1, 2, 3]),
+        ("config.json", "rope_parameters", {"rope_type": {}}),
+        ("tokenizer.json", "added_tokens", [None]),
+        ("tokenizer_config.json", "model_max_length", ""),
+        ("generation_config.json", None, "{"),
+    ],
+)
+def test_damaged_checkpoints(
+    command: Command, kinds: dict[str, Path], tmp_path: Path, file: str, field: str | None, value: Any
+) -> None:
+    """Whatever a library raises for them, it is one line; a file of settings is not passed over."""
+    path = Path(shutil.copytree(kinds["checkpoint"], tmp_path / "damaged")) / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}) if field else value)
+    ran = command("generate", path.parent, "--prompt", "x", ok=False)
+    assert ran.code == 2
+    assert ran.err.count("torch-pi2: ") == 1 + ran.err.count("torch-pi2: load ")
+    assert str(path.parent) in ran.err.splitlines()[-1]
+    assert "--allow-download" not in ran.err
+    if field is None:
+        shutil.copy(path, shutil.copytree(kinds["optimised"], tmp_path / "optimised"))
+        with pytest.raises(ArtifactError, match=r"generation_config.json: expected settings of generation"):
+            torch_pi2.load(tmp_path / "optimised")
+
+
+def test_a_checkpoint_that_lacks_a_tensor(command: Command, kinds: dict[str, Path], tmp_path: Path) -> None:
+    """transformers would make it up at random."""
+    weights = Path(shutil.copytree(kinds["checkpoint"], tmp_path / "less")) / "model.safetensors"
+    tensors = load_file(weights)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, weights, {"format": "pt"})
+    for verb in (("generate", "--prompt", "x"), ("optimize", "--out", tmp_path / "out")):
+        ran = command(verb[0], weights.parent, *verb[1:], ok=False)
+        assert ran.code == 2
+        assert "found no model.layers.1.mlp.up_proj.weight" in ran.err
 
 
 @pytest.mark.parametrize("verb", ["generate", "chat"])

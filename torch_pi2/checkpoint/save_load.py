@@ -8,7 +8,7 @@ into one store, ``pi2/model.pi2``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -374,6 +374,21 @@ def _load_weights(model: nn.Module, path: Path) -> None:
         ) from error
 
 
+def check_not_random(model: nn.Module, loading: Mapping[str, Any], folder: str | Path) -> None:
+    """Raises ArtifactError: the checkpoint lacks tensors, which transformers has initialised at random.
+
+    Args:
+        loading: what ``from_pretrained`` gives with ``output_loading_info``.
+    """
+    if missing := sorted(loading["missing_keys"]):
+        raise ArtifactError(
+            f"loading {folder}",
+            expected=f"tensors of every parameter of {type(model).__name__}",
+            found=f"no {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else ""),
+            fix="Save the model again, or load it with its own class and pass it as model=...",
+        )
+
+
 def _from_pretrained(folder: Path, settings: LoadSettings) -> nn.Module:
     read_config(folder)  # with clearer errors than transformers'
     trust = settings.trust_remote_code
@@ -402,11 +417,5 @@ def _from_pretrained(folder: Path, settings: LoadSettings) -> nn.Module:
             found=f"{type(error).__name__}: {' '.join(str(error).split())[:300].rstrip('.')}",
             fix=f"{copy if of_file else how_to_trust(folder)} Or pass model=... to load into.",
         ) from error
-    if missing := sorted(loading["missing_keys"]):  # transformers initialises them at random
-        raise ArtifactError(
-            f"loading {folder}",
-            expected=f"tensors of every parameter of {type(model).__name__}",
-            found=f"no {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else ""),
-            fix="Save the model again, or load it with its own class and pass it as model=...",
-        )
+    check_not_random(model, loading, folder)
     return model

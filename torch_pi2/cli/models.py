@@ -38,7 +38,6 @@ _LESS = {
 def _loading(args: argparse.Namespace, part: str, expected: str) -> Iterator[None]:
     """Turn errors of transformers (wrong names, broken files, missing consent) into a Pi2Error."""
     try:
-        from safetensors import SafetensorError
         from transformers.utils import logging
     except ImportError as error:
         raise missing_package("transformers", "hf", error) from error
@@ -53,11 +52,15 @@ def _loading(args: argparse.Namespace, part: str, expected: str) -> Iterator[Non
         if fix == error.fix:
             raise
         raise type(error)(error.what, expected=error.expected, found=error.found, fix=fix) from error
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
-        found = " ".join(str(error).split())
+    except MemoryError:
+        raise
+    except Exception as error:  # transformers and tokenizers raise anything for a damaged file
+        found = " ".join(str(error).split()) or type(error).__name__
         if not Path(args.model).exists() and not args.allow_download:
             found = "no such folder, and no model of that name that was fetched before"
         fix = "Check the folder's name and files; pass --allow-download to fetch a name from the Hub."
+        if Path(args.model).is_dir():
+            fix = "Copy its files again from where they were made, or correct what is named."
         if "trust_remote_code" in found:
             fix = "Read the modelling code in that folder; if you trust it, pass --trust-remote-code."
         found = found if len(found) <= 300 else found[:300] + " ..."
@@ -102,8 +105,15 @@ def load_dense(args: argparse.Namespace) -> nn.Module:
     with _loading(args, "model", "a Hugging Face causal language model"):
         from transformers import AutoModelForCausalLM
 
-        dtype = dtype_of(args) or "auto"
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype, **_of_transformers(args))
+        from torch_pi2.checkpoint.save_load import check_not_random
+        from torch_pi2.store.folder import read_config
+
+        if Path(args.model).is_dir():
+            read_config(Path(args.model))  # with clearer errors than transformers'
+        how = {"dtype": dtype_of(args) or "auto", "output_loading_info": True, **_of_transformers(args)}
+        model: nn.Module
+        model, loading = AutoModelForCausalLM.from_pretrained(args.model, **how)
+        check_not_random(model, loading, args.model)
     return model.eval()
 
 
@@ -218,7 +228,9 @@ def load_tokenizer(args: argparse.Namespace) -> Any:
     with _loading(args, "tokenizer of", expected):
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(args.model, **_of_transformers(args))
+        tokenizer = AutoTokenizer.from_pretrained(args.model, **_of_transformers(args))
+        tokenizer("a")  # raises for some damaged settings
+        return tokenizer
 
 
 def load_calibration(args: argparse.Namespace) -> tuple[Config, nn.Module, Any, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -147,10 +148,15 @@ def check_folder(folder: Path) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a checkpoint. Raises ArtifactError: it is missing or damaged."""
+    """config.json of a checkpoint. Raises ArtifactError: it is missing or damaged, or a generation_config.json is."""
     check_folder(folder)
-    path, expected, fix = folder / "config.json", "a model's configuration", "Check the folder's name."
+    if os.path.lexists(path := folder / "generation_config.json"):  # transformers goes on without a damaged one
+        _read_object(path, "settings of generation", "Copy it again from the checkpoint, or delete it.")
+    return _read_object(folder / "config.json", "a model's configuration", "Check the folder's name.")
+
+
+def _read_object(path: Path, expected: str, fix: str) -> dict[str, Any]:
     found = parse(read_bytes(path, expected, fix), path, expected=expected, fix=fix, unique=False)
     if not isinstance(found, dict):
         Field(found, str(path), fix).wrong(expected)
-    return found
+    return dict(found)

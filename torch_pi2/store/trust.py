@@ -132,7 +132,9 @@ def tokenizer_of(model: Any, tokenizer: Any, what: str, error: type[Pi2Error] = 
         config = getattr(model, "config", None)
         known = {"config": config} if isinstance(config, PreTrainedConfig) else {}
         trust = trusted(folder, False)
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust, **known)
+        found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust, **known)
+        found("a")  # raises for some damaged settings
+        return found
     except Exception as damage:  # transformers and tokenizers raise many types for damaged files
         reason = (str(damage).strip() or type(damage).__name__).splitlines()[0]
         raise _unknown(error, what, f"that of {folder}, which cannot be loaded: {reason[:200]}") from damage
