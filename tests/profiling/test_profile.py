@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import tiny
 from torch import nn
 
+import torch_pi2
 from torch_pi2.errors import (
     ArtifactError,
     CalibrationError,
@@ -22,9 +24,10 @@ from torch_pi2.errors import (
     UnsupportedModelError,
 )
 from torch_pi2.graph import find_sites
-from torch_pi2.profiling.data import MIN_TOKENS, Batch, batches
+from torch_pi2.profiling.data import MIN_TOKENS, Batch, batches, calibration_batches, first_ids
 from torch_pi2.profiling.run import profile
 from torch_pi2.profiling.samples import collect_samples
+from torch_pi2.types.config import Config
 from torch_pi2.types.site import FFNSite, LinearRef
 from torch_pi2.types.stats import ActivationStats, Reservoir, pack_bits, unpack_bits
 
@@ -254,6 +257,62 @@ def test_short_texts_are_padded_with_the_tokenizers_token() -> None:
     assert batch.input_ids is not None
     assert batch.input_ids[1, 30:].tolist() == [7] * 10
     assert batch.n_tokens == 70
+
+
+class WithBos(Characters):
+    """Puts token 1 before every text, and reads ``^`` as that token, as tokenizers read ``<s>``."""
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [1, *(1 if c == "^" else 2 + ord(c) % 62 for c in text)]}
+
+
+@pytest.mark.parametrize("chat", ["", "^"])  # a chat template writes the token as well
+def test_every_window_begins_with_the_bos_token(chat: str) -> None:
+    documents = [chat + "".join(chr(48 + i % 60) for i in range(n)) for n in (250, 5, 40, 1)]
+    got = list(batches(documents, tokenizer=WithBos(), batch_size=20, seq_len=33))
+    (rows, mask) = got[0].input_ids, got[0].mask_BT
+    assert rows is not None
+    assert mask is not None
+    assert rows[:, 0].eq(1).all()
+    assert sorted(mask.sum(1).tolist()) == sorted([33] * 7 + [27] + [6] + [33, 9] + [2])
+    text = torch.cat([row[1:n] for row, n in zip(rows, mask.sum(1))])
+    wanted = [WithBos()(document.removeprefix("^"))["input_ids"][1:] for document in documents]
+    assert text.tolist() == [i for ids in wanted for i in ids]
+
+
+def test_the_bos_token_of_ids_opens_every_window_of_them() -> None:
+    model = tiny("llama")  # its bos_token_id is 1
+    opened = torch.cat((torch.tensor([1]), torch.randint(3, 64, (199,))))
+    for data, first in ((opened, {1}), (opened[1:], set(opened[1::32].tolist())), ([opened.tolist()], {1})):
+        kept = calibration_batches(model, data, None, Config(seq_len=32))
+        assert set().union(*map(first_ids, kept)) == first
+
+
+def test_statistics_tell_how_windows_began(caplog: pytest.LogCaptureFixture) -> None:
+    text, how = "some text " * 100, {"tokenizer": WithBos(), "seq_len": 32}
+    stats = torch_pi2.profile(tiny("llama"), text, **how)
+    assert stats.made_by["opening"] == 1
+    torch_pi2.optimize(tiny("llama"), text, stats=stats, method="threshold", **how)
+    assert "profile again" not in caplog.text
+    del stats.made_by["opening"]  # as written before every window had it
+    torch_pi2.optimize(tiny("llama"), text, stats=stats, method="threshold", **how)
+    assert "begin with different tokens, and this text's begin with token 1" in caplog.text
+    caplog.clear()
+    torch_pi2.fit(tiny("llama"), text, stats=stats, method="signbit", **how)
+    assert "profile again" in caplog.text
+
+
+def test_windows_are_no_longer_than_the_model_has_positions() -> None:
+    text, model = torch.randint(3, 64, (2, 300)), tiny("opt")
+    torch_pi2.profile(model, text, seq_len=128)
+    with pytest.raises(CalibrationError, match=r"at most 64, the positions that the model has .* found 300"):
+        torch_pi2.profile(model, [text])
+
+
+@pytest.mark.parametrize("row", [{"text": "abc " * 30}, {"messages": [{"role": "user", "content": "Hi"}]}, ("Hi",)])
+def test_rows_of_text_datasets_are_refused_with_what_to_pass(row: Any) -> None:
+    with pytest.raises(CalibrationError, match=r"with text. Pass \[row\['text'\] for .*apply_chat_template"):
+        torch_pi2.profile(tiny("llama"), [row] * 12, tokenizer=WithBos())
 
 
 class OwnNames(nn.Module):

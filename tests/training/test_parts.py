@@ -26,6 +26,17 @@ def test_windows_have_every_token_once_and_ends_between_texts() -> None:
     assert windows_of([], tokenizer, 3).shape == (0, 3)
 
 
+def test_every_training_window_begins_with_the_bos_token() -> None:
+    tokenizer, texts = byte_tokenizer("abc", bos=True), ["def f(x):\n", "é" * 20]
+    ids = [i for text in texts for i in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
+    found = windows_of(texts, tokenizer, 4)
+    assert found[:, 0].eq(tokenizer.bos_token_id).all()
+    rest, wanted = ([i for i in some if i] for some in (found.flatten().tolist(), ids))  # 0 is BOS, and the end
+    assert rest == wanted[: len(rest)]
+    assert len(rest) > len(wanted) - 4
+    assert len(windows_of(texts, tokenizer, 1)) == 0
+
+
 def test_held_back_windows_are_the_last_ones() -> None:
     windows = torch.arange(1000, dtype=torch.int32).view(500, 2)
     train, heldout = held_back(windows, 4)

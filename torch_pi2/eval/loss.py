@@ -16,6 +16,7 @@ from torch_pi2.base.progress import bar
 from torch_pi2.decode.kv_cache import cache_name, cache_of
 from torch_pi2.errors import CalibrationError, ConfigError, NonFiniteError
 from torch_pi2.layers.prompt import sparse_only
+from torch_pi2.profiling.data import cut, opening_of, without_opening
 from torch_pi2.rewrite.state import leaves_out
 from torch_pi2.store.trust import tokenizer_of
 
@@ -71,14 +72,15 @@ def by_token(model: nn.Module, ids_T: torch.Tensor) -> torch.Tensor:
     return torch.cat(logits, 1)
 
 
-def _summed_nats(model: nn.Module, batches: Iterable[torch.Tensor]) -> tuple[float, int]:
+def _summed_nats(model: nn.Module, batches: Iterable[torch.Tensor], context: int = 1) -> tuple[float, int]:
+    """Sum of losses of the tokens of each row after the first ``context``, and their number."""
     total, count = 0.0, 0
     # sparse as in decoding, so that the loss shows skipped neurons
     with evaluating(model), sparse_only():
         for ids_BT in batches:
             logits_BTV = logits_of(model, ids_BT[:, :-1])
             # row by row: a batch of float32 logits over a large vocabulary would be gigabytes
-            for logits_TV, target_T in zip(logits_BTV, ids_BT[:, 1:]):
+            for logits_TV, target_T in zip(logits_BTV[:, context - 1 :], ids_BT[:, context:]):
                 total += F.cross_entropy(logits_TV.float(), target_T.long(), reduction="sum").item()
                 count += target_T.numel()
     return finite("loss", total), count
@@ -112,17 +114,22 @@ def nats_per_token(model: nn.Module, batches: Iterable[torch.Tensor]) -> float:
 
 @dataclass(frozen=True)
 class _Scored:
-    """``ids[first:]`` are scored; ``text_bytes`` is their length; ``bos`` is empty or starts every window."""
+    """``ids[first:]`` are scored; ``text_bytes`` is their length; ``opening`` (BOS) starts every window."""
 
     ids: torch.Tensor
-    bos: torch.Tensor
+    opening: list[int]
     first: int
     text_bytes: int
+
+    @property
+    def context(self) -> int:
+        """Tokens of a window before the scored ones."""
+        return len(self.opening) or 1
 
 
 def _encode(tokenizer: Any, text: str, max_tokens: int | None) -> _Scored:
     """Token ids of ``text``. Scoring starts and ends between characters, which byte-level tokens may split."""
-    bos = [i for i in list(tokenizer("")["input_ids"])[:1] if i == tokenizer.bos_token_id]
+    opening = opening_of(tokenizer)
     fast = bool(getattr(tokenizer, "is_fast", False))
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=fast, verbose=False)
     ids = list(encoded["input_ids"])
@@ -131,7 +138,7 @@ def _encode(tokenizer: Any, text: str, max_tokens: int | None) -> _Scored:
     def splits_character(at: int) -> bool:
         return 0 < at < len(spans) and bool(spans[at - 1][1] > spans[at][0])
 
-    first = 0 if bos else 1
+    first = len(ids) - len(without_opening(torch.tensor(ids), opening)) if opening else 1
     while splits_character(first):
         first += 1
     stop = len(ids) if max_tokens is None else min(len(ids), first + max_tokens)
@@ -150,17 +157,18 @@ def _encode(tokenizer: Any, text: str, max_tokens: int | None) -> _Scored:
         text_bytes = len(text[start_char : spans[stop - 1][1]].encode())
     else:
         text_bytes = len(tokenizer.decode(ids[first:stop], clean_up_tokenization_spaces=False).encode())
-    return _Scored(torch.tensor(ids[:stop]), torch.tensor(bos, dtype=torch.long), first, text_bytes)
+    return _Scored(torch.tensor(ids[:stop]), opening, first, text_bytes)
 
 
 def _windows(scored: _Scored, window: int, batch_size: int) -> list[torch.Tensor]:
-    """Rows of ``window`` scored tokens after one of context: BOS if the tokenizer adds it, else the previous token."""
-    rows = []
-    for start in range(scored.first, len(scored.ids), window):
-        context = scored.bos if len(scored.bos) else scored.ids[start - 1 : start]
-        rows.append(torch.cat([context, scored.ids[start : start + window]]))
+    """Rows of ``window`` scored tokens after context: BOS if the tokenizer adds it, else the previous token."""
+    if scored.opening:
+        rows = cut(scored.ids[scored.first :], window, scored.opening)
+    else:
+        starts = range(scored.first, len(scored.ids), window)
+        rows = [scored.ids[start - 1 : start + window] for start in starts]
     # a short last window goes alone, as padding would need a mask
-    full = [row for row in rows if len(row) == window + 1]
+    full = [row for row in rows if len(row) == window + scored.context]
     batches = [torch.stack(full[i : i + batch_size]) for i in range(0, len(full), batch_size)]
     return batches + [row[None] for row in rows[len(full) :]]
 
@@ -199,7 +207,7 @@ def bits_per_byte(
     tokenizer = tokenizer_of(model, tokenizer, "bits_per_byte(text)")
     scored = _encode(tokenizer, text, max_tokens)
     batches = _windows(scored, window, batch_size)
-    total, count = _summed_nats(model, bar(batches, "evaluating", progress, unit="batch"))
+    total, count = _summed_nats(model, bar(batches, "evaluating", progress, unit="batch"), scored.context)
     nats = total / count
     return LossReport(
         nats_per_token=nats,
@@ -224,11 +232,12 @@ def paired_loss(
     Models take turns, window by window, until ``until()`` is true. Raises as :func:`bits_per_byte`.
     """
     totals, tokens = [0.0] * len(models), 0
-    for ids_1T in _windows(_encode(tokenizer, text, max_tokens), window, 1):
+    scored = _encode(tokenizer, text, max_tokens)
+    for ids_1T in _windows(scored, window, 1):
         for i, model in enumerate(models):
-            nats, scored = _summed_nats(model, [ids_1T])
+            nats, count = _summed_nats(model, [ids_1T], scored.context)
             totals[i] += nats
-        tokens += scored
+        tokens += count
         if until():
             break
     return [total / tokens for total in totals], tokens

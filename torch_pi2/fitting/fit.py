@@ -99,7 +99,7 @@ def fit(
     settings = settings or FitSettings()
     check_sites(model, sites)
     model_hash = _check_profiled(model, sites, stats)
-    shape = {"batch_size": settings.batch_size, "seq_len": settings.seq_len}
+    shape: dict[str, Any] = {"batch_size": settings.batch_size, "seq_len": settings.seq_len}
     sets = split(list(batches(data, tokenizer=tokenizer, **shape)), settings.batch_size)
     sets["evaluate"] = at_most(sets["evaluate"], settings.eval_tokens)
     if cold is None:

@@ -10,6 +10,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -89,6 +90,7 @@ def batches(
     batch_size: int = 8,
     seq_len: int = 128,
     least: int = MIN_TOKENS,
+    opening: Sequence[int] | None = None,
 ) -> Iterator[Batch]:
     """Convert calibration ``data`` into batches, one at a time; rows of a batch lie far apart in a text.
 
@@ -100,21 +102,24 @@ def batches(
         tokenizer: a Hugging Face tokenizer, or anything that maps a str to ids or to ``{"input_ids": ids}``.
         batch_size: rows per batch of texts and ids ``[T]`` or ``[N, T]``.
         seq_len: maximum tokens per row of these; longer ones are cut into windows.
+        opening: ids (BOS) with which every window of a text or of ids begins if the first one does; None: those that
+            ``tokenizer`` puts before a text.
 
     Raises:
         CalibrationError: fewer than ``least`` real tokens, text without a tokenizer, ids that are not integers, or
             another form.
     """
-    if batch_size < 1 or seq_len < 2:
+    opening = list(opening_of(tokenizer) if opening is None else opening)
+    if batch_size < 1 or seq_len < 2 or seq_len <= len(opening):
         raise CalibrationError(
             "calibration batches",
-            expected="batch_size >= 1 and seq_len >= 2",
+            expected=f"batch_size >= 1 and seq_len >= {max(2, len(opening) + 1)}",
             found=f"batch_size={batch_size}, seq_len={seq_len}",
             fix="The defaults are 8 and 128.",
         )
     total = 0
     known = True
-    for batch in _normalise(data, tokenizer, batch_size, seq_len):
+    for batch in _normalise(data, tokenizer, batch_size, seq_len, opening):
         known &= batch.mask_BT is not None
         total += batch.n_tokens
         yield batch.on_the_cpu()
@@ -133,14 +138,22 @@ def calibration_batches(
     """About ``config.calibration_tokens`` tokens of ``data``, as a list of batches.
 
     A batch whose tokens cannot be counted is taken as full, so that an endless stream ends. ``tokenizer`` defaults to
-    the one beside the model's weights.
+    the one beside the model's weights; without one, ``opening`` is the model's ``bos_token_id``. Windows are no longer
+    than the model has positions.
+
+    Raises:
+        CalibrationError: as :func:`batches`, and :func:`check_ids`.
     """
     text = data[0] if isinstance(data, list | tuple) and data else data
     if tokenizer is None and isinstance(text, str):
         tokenizer = tokenizer_of(model, None, "calibration text", CalibrationError)
     kept: list[Batch] = []
     tokens = 0
-    for batch in batches(data, tokenizer=tokenizer, batch_size=config.batch_size, seq_len=config.seq_len, least=least):
+    opening = _numbers_of(model, "bos_token_id") if tokenizer is None else None
+    seq_len = min([config.seq_len, *_numbers_of(model, "max_position_embeddings")])
+    shape: dict[str, Any] = {"batch_size": config.batch_size, "seq_len": seq_len, "opening": opening, "least": least}
+    for batch in batches(data, tokenizer=tokenizer, **shape):
+        check_ids(model, batch)
         kept.append(batch)
         tokens += batch.n_tokens or config.batch_size * config.seq_len
         if tokens >= config.calibration_tokens:
@@ -148,25 +161,67 @@ def calibration_batches(
     return kept
 
 
-def _normalise(data: Any, tokenizer: Any, batch_size: int, seq_len: int) -> Iterator[Batch]:
+def _numbers_of(model: nn.Module, name: str) -> list[int]:
+    """The number ``name`` in the text part of the configuration of ``model``, in a list; empty: there is none."""
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    found = getattr(config, name, None)
+    return [found] if isinstance(found, int) and found >= 0 else []
+
+
+def check_ids(model: nn.Module, batch: Batch) -> None:
+    """Raises CalibrationError: ids outside the vocabulary of ``model``, or more than it has positions for."""
+    ids_BT = batch.input_ids
+    if ids_BT is None or not ids_BT.numel():
+        return
+    low, high = int(ids_BT.min()), int(ids_BT.max())
+    for vocabulary in _numbers_of(model, "vocab_size"):
+        if low < 0 or high >= vocabulary:
+            raise CalibrationError(
+                "calibration token ids",
+                expected=f"0 to {vocabulary - 1} (the model's vocabulary)",
+                found=f"{low} to {high}",
+                fix="Use the model's own tokenizer.",
+            )
+    for positions in _numbers_of(model, "max_position_embeddings"):
+        if ids_BT.shape[1] > positions:
+            raise CalibrationError(
+                "tokens of a calibration sequence",
+                expected=f"at most {positions}, the positions that the model has (max_position_embeddings)",
+                found=str(ids_BT.shape[1]),
+                fix="Choose a smaller seq_len; dicts and ids [B, T] of an iterable are not cut: pass shorter ones.",
+            )
+
+
+def _normalise(data: Any, tokenizer: Any, batch_size: int, seq_len: int, opening: list[int]) -> Iterator[Batch]:
     data = [data] if isinstance(data, str | Batch | Mapping) else data
     if isinstance(data, (list, tuple)) and data and all(isinstance(text, str) for text in data):
-        windows = [w for text in data for w in _windows(_encode(text, tokenizer), seq_len)]
+        windows = [w for text in data for w in _windows(_encode(text, tokenizer), seq_len, opening)]
         yield from _spread_out(windows, batch_size, getattr(tokenizer, "pad_token_id", None) or 0)
     elif isinstance(data, torch.Tensor):
         ids_NT = _check_ids(data, "calibration ids")
         rows = [ids_NT] if ids_NT.dim() == 1 else ids_NT
-        yield from _spread_out([w for ids in rows for w in _windows(ids, seq_len)], batch_size)
+        yield from _spread_out([w for ids in rows for w in _windows(ids, seq_len, opening)], batch_size)
     else:
-        yield from _from_items(data, tokenizer, batch_size, seq_len)
+        yield from _from_items(data, tokenizer, batch_size, seq_len, opening)
+
+
+def _only_text(item: Any) -> bool:
+    leaves = tree_leaves(item)
+    tensors = any(isinstance(value, torch.Tensor) for value in leaves) or "input_ids" in item
+    return not tensors and any(isinstance(value, str) for value in leaves)
 
 
 def _form_error(item: Any) -> CalibrationError:
+    texts = isinstance(item, Mapping | tuple | list) and _only_text(item)
     return CalibrationError(
         "form of the calibration data",
         expected=_FORMS,
-        found=type(item).__name__,
-        fix="Convert it, or wrap the model's positional arguments of each call in a tuple.",
+        found=f"{type(item).__name__}{' with text' * texts}",
+        fix="Pass [row['text'] for row in data], or for chats "
+        "[tokenizer.apply_chat_template(row['messages'], tokenize=False) for row in data]."
+        if texts
+        else "Convert it, or wrap the model's positional arguments of each call in a tuple.",
     )
 
 
@@ -203,12 +258,34 @@ def _encode(text: str, tokenizer: Any) -> torch.Tensor:
         found = found["input_ids"]
     found = getattr(found, "ids", found)  # of a tokenizers.Encoding
     ids = torch.as_tensor(found)
-    return ids.long() if not ids.numel() else _check_ids(ids, "ids from the tokenizer").reshape(-1)
+    return ids.long().reshape(-1) if not ids.numel() else _check_ids(ids, "ids from the tokenizer").reshape(-1)
 
 
-def _windows(ids: torch.Tensor, seq_len: int) -> list[torch.Tensor]:
-    """Parts of at most ``seq_len`` tokens, without a single token at the end."""
-    return [part for i, part in enumerate(ids.split(seq_len)) if len(part) > 1 or (not i and len(part))]
+def opening_of(tokenizer: Any) -> list[int]:
+    """Ids that ``tokenizer`` puts before every text: BOS, if it does. Every window of a text begins with them."""
+    if not callable(tokenizer):
+        return []
+    texts = [_encode(text, tokenizer).tolist() for text in ("", "a", "1")]
+    return [ids[0] for ids in takewhile(lambda ids: len(set(ids)) == 1, zip(*texts))]
+
+
+def cut(ids: torch.Tensor, n: int, opening: Sequence[int]) -> list[torch.Tensor]:
+    """Parts of ``n`` ids, the last one shorter, each after ``opening``; ``ids`` come without it."""
+    return [torch.cat((ids.new_tensor(opening), part)) for part in ids.split(n) if len(part)]
+
+
+def without_opening(ids: torch.Tensor, opening: Sequence[int]) -> torch.Tensor:
+    """``ids`` from where they no longer begin with ``opening``: a chat template writes BOS, and the tokenizer again."""
+    while opening and ids[: len(opening)].tolist() == list(opening):
+        ids = ids[len(opening) :]
+    return ids
+
+
+def _windows(ids: torch.Tensor, seq_len: int, opening: list[int]) -> list[torch.Tensor]:
+    """Parts of at most ``seq_len`` tokens, without a single token at the end; all begin with ``opening`` or none."""
+    rest = without_opening(ids, opening)
+    parts = cut(rest, seq_len, ()) if len(rest) == len(ids) else cut(rest, seq_len - len(opening), opening)
+    return [part for i, part in enumerate(parts) if len(part) > 1 or not i]
 
 
 def _pad(rows: Sequence[torch.Tensor], pad: int) -> Batch:
@@ -257,7 +334,7 @@ def _grid(first: torch.Tensor | None) -> torch.Tensor | None:
     return torch.ones(size if len(size) == 2 else (1, size[0]), dtype=torch.bool)
 
 
-def _from_items(data: Any, tokenizer: Any, batch_size: int, seq_len: int) -> Iterator[Batch]:
+def _from_items(data: Any, tokenizer: Any, batch_size: int, seq_len: int, opening: list[int]) -> Iterator[Batch]:
     try:  # a map-style Dataset ends by its length, not by an IndexError
         by_index = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not hasattr(data, "__iter__")
         items = (data[i] for i in range(len(data))) if by_index else iter(data)
@@ -271,6 +348,8 @@ def _from_items(data: Any, tokenizer: Any, batch_size: int, seq_len: int) -> Ite
             item = tuple(item)  # as DataLoader gives it
         if isinstance(item, Batch):
             yield item
+        elif isinstance(item, Mapping | tuple) and _only_text(item):
+            raise _form_error(item)
         elif isinstance(item, Mapping):
             yield _from_dict(item)
         elif isinstance(item, tuple):
@@ -280,7 +359,7 @@ def _from_items(data: Any, tokenizer: Any, batch_size: int, seq_len: int) -> Ite
             yield _from_dict({"input_ids": item})
         elif isinstance(item, (torch.Tensor, str)) or (isinstance(item, list) and item and isinstance(item[0], int)):
             ids = _encode(item, tokenizer) if isinstance(item, str) else _check_ids(torch.as_tensor(item), "ids")
-            waiting += _windows(ids, seq_len)
+            waiting += _windows(ids, seq_len, opening)
             if len(waiting) >= _BATCHES_AHEAD * batch_size:
                 yield from _spread_out(waiting, batch_size)
                 waiting = []
@@ -307,6 +386,11 @@ def digest(values: Any) -> str:
         else:
             found.update(repr(value).encode())
     return found.hexdigest()[:16]
+
+
+def first_ids(batch: Batch) -> set[int]:
+    """Ids with which the sequences of ``batch`` begin."""
+    return set() if batch.input_ids is None else set(batch.input_ids[:, 0].tolist())
 
 
 def rows_of(data: list[Batch]) -> list[Batch]:

@@ -25,7 +25,7 @@ from torch_pi2.errors import CalibrationError, ConfigError, NonFiniteError, Unsu
 from torch_pi2.graph.dispatch import MatmulIndex
 from torch_pi2.graph.routed import Routed, fired_scores, modules_of
 from torch_pi2.ops.activations import ACTIVATIONS
-from torch_pi2.profiling.data import MIN_TOKENS, Batch
+from torch_pi2.profiling.data import MIN_TOKENS, Batch, check_ids
 from torch_pi2.types.site import FFNSite, check_weights
 from torch_pi2.types.stats import Reservoir
 
@@ -251,15 +251,14 @@ def record(
 
     Raises:
         UnsupportedModelError: a site's matmuls never ran with its own weights.
-        CalibrationError: token ids outside the model's vocabulary.
+        CalibrationError: see :func:`torch_pi2.profiling.data.check_ids`.
     """
     check_sites(model, sites)
     counts = {"tokens": 0, "sequences": 0, "batches": 0}
     recorder, routed = ActivationRecorder(model, sites, sink), RoutedRecorder(model, sites, sink)
-    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     with evaluating(model), routed, letting_go(model):
         for batch in bar(data, label, progress, unit="batch"):
-            _check_vocabulary(batch, vocabulary)
+            check_ids(model, batch)
             recorder.batch = routed.batch = batch
             with recorder if recorder.calls else nullcontext():  # experts only: nothing to intercept
                 batch.call(model)
@@ -281,20 +280,6 @@ def record(
             "else turn autocast and compiled forwards off meanwhile.",
         )
     return counts
-
-
-def _check_vocabulary(batch: Batch, vocabulary: Any) -> None:
-    ids = batch.input_ids
-    if ids is None or not isinstance(vocabulary, int) or not ids.numel():
-        return
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= vocabulary:
-        raise CalibrationError(
-            "calibration token ids",
-            expected=f"0 to {vocabulary - 1} (the model's vocabulary)",
-            found=f"{low} to {high}",
-            fix="Use the model's own tokenizer.",
-        )
 
 
 def threshold_map(sites: Sequence[FFNSite], thresholds: float | Mapping[str, Cut] | None) -> dict[str, float | Cut]:

@@ -22,7 +22,7 @@ from torch_pi2.base.units import percent
 from torch_pi2.checkpoint.card import keep_card, section, write_part
 from torch_pi2.checkpoint.save_load import load_dense
 from torch_pi2.errors import ArtifactError, CalibrationError, ConfigError, UnsupportedModelError
-from torch_pi2.profiling.data import digest
+from torch_pi2.profiling.data import digest, opening_of
 from torch_pi2.store.folder import check_separate
 from torch_pi2.store.trust import tokenizer_of
 from torch_pi2.training.settings import STEER_EVERY, ResumeInfo, SparsifyFields, SparsifySettings
@@ -258,15 +258,23 @@ def _windows(
 
 
 def windows_of(texts: Sequence[str], tokenizer: Any, window: int) -> torch.Tensor:
-    """``[N, window]`` int32: tokens of ``texts``, each with an end token; an incomplete window is dropped."""
-    end = tokenizer.eos_token_id
+    """``[N, window]`` int32: tokens of ``texts``, each with an end token; an incomplete window is dropped.
+
+    Every window begins with the BOS token if the tokenizer puts one before texts.
+    """
+    end, opening = tokenizer.eos_token_id, opening_of(tokenizer)
     ids: list[int] = []
     for text in texts:
         ids += tokenizer(text, verbose=False)["input_ids"]
         if end is not None and (not ids or ids[-1] != end):
             ids.append(end)
-    whole = len(ids) // window
-    return torch.tensor(ids[: whole * window], dtype=torch.int32).view(whole, window)
+    rows, at = list[list[int]](), 0
+    while at < len(ids):
+        before = [] if ids[at : at + len(opening)] == opening else opening
+        rows.append(before + ids[at : at + max(1, window - len(before))])
+        at += len(rows[-1]) - len(before)
+    whole = [row for row in rows if len(row) == window]
+    return torch.tensor(whole, dtype=torch.int32).view(len(whole), window)
 
 
 def held_back(windows_NT: torch.Tensor, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
