@@ -345,8 +345,8 @@ def test_wrong_sizes():
     decoder = Decoder(model, max_tokens=8, compiled=False)
     with pytest.raises(ShapeError, match=r"decoding step: expected a prompt before it, found none that was read"):
         decoder.step(torch.zeros(1, 1, dtype=torch.long))
-    with pytest.raises(ShapeError, match=r"prompt: expected \[1, 1 to 7\], found \[1, 8\]"):
-        decoder.prompt(torch.zeros(1, 8, dtype=torch.long))
+    with pytest.raises(ShapeError, match=r"prompt: expected \[1, 1 to 8\], found \[1, 9\]"):
+        decoder.prompt(torch.zeros(1, 9, dtype=torch.long))
     token = decoder.step(decoder.prompt(PROMPT_BT))
     with pytest.raises(ShapeError, match=r"decoding step: .* found \[1, 1\] after 8 tokens"):
         decoder.step(token)

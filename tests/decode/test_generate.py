@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny_models import VOCAB, tiny
+from tiny_models import VOCAB, overflowing, tiny
 from torch import fx, nn
 
 import torch_pi2
@@ -23,7 +23,7 @@ from torch_pi2.decode.decoder import Decoder
 from torch_pi2.decode.generate import Generated, generate
 from torch_pi2.decode.plan_controller import follow
 from torch_pi2.decode.sequence import Sampling, pick
-from torch_pi2.errors import ConfigError, ShapeError
+from torch_pi2.errors import ConfigError, NonFiniteError, ShapeError
 from torch_pi2.layers.prompt import has_tiles
 from torch_pi2.types.plan import Bucket, HardwarePlan, PromptPlan
 
@@ -310,7 +310,7 @@ def test_wrong_inputs(model: nn.Module) -> None:
     for rows, found in (([1], "1"), ([-1, 0], "-1, 0")):
         with pytest.raises(ShapeError, match=rf"retain: expected rows from 0 to 0, found {found}\."):
             decoder.retain(rows)
-    with pytest.raises(ShapeError, match=r"prompt: expected \[1, 1 to 8\], found \[2, 7\]"):
+    with pytest.raises(ShapeError, match=r"prompt: expected \[1, 1 to 9\], found \[2, 7\]"):
         decoder.prompt(IDS.repeat(2, 1))
 
 
@@ -320,3 +320,75 @@ def test_what_is_not_applied_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "torch_pi2"):
         generate(model, IDS, max_new_tokens=1)
     assert "has repetition_penalty, which is not applied" in caplog.text
+
+
+#: A call with a prompt of one token too many for float16, and one with good tokens before it.
+OVERFLOWS: dict[str, Any] = {
+    "greedy": lambda model, ids: generate(model, ids, max_new_tokens=4),
+    "sampled": lambda model, ids: generate(model, ids, max_new_tokens=4, do_sample=True),
+    "several": lambda model, ids: generate(model, ids, max_new_tokens=4, do_sample=True, num_return_sequences=2),
+    "drafts": lambda model, ids: generate(model, ids, max_new_tokens=4, prompt_lookup=3),
+    "transformers": lambda model, ids: model.generate(ids, max_new_tokens=4, do_sample=False),
+    "beams": lambda model, ids: model.generate(ids, max_new_tokens=4, num_beams=2),
+    "padded": lambda model, ids: model.generate(
+        ids.repeat(2, 1), attention_mask=torch.tensor([[0, 1, 1], [1, 1, 1]]), max_new_tokens=4, do_sample=False
+    ),
+    "one of two": lambda model, ids: model.generate(
+        torch.cat([torch.tensor([[1, 2, 3]]), ids]), max_new_tokens=4, do_sample=False
+    ),
+    "tokens": lambda model, ids: Decoder(model, max_tokens=16, compiled=False).prompt(ids),
+    "logits": lambda model, ids: Decoder(model, max_tokens=16, compiled=False, logits=True).prompt(ids),
+}
+
+
+@pytest.mark.parametrize("how", OVERFLOWS)
+def test_numbers_that_float16_has_not_are_no_answer(how: str) -> None:
+    with pytest.raises(NonFiniteError, match=r"found NaN or infinity.* load the model in bfloat16 or float32"):
+        OVERFLOWS[how](torch_pi2.optimize(overflowing(7)), torch.tensor([[1, 2, 7]]))
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_step_that_overflows_has_not_been(compiled: bool) -> None:
+    decoder = Decoder(torch_pi2.optimize(overflowing(7)), max_tokens=64, compiled=compiled)
+    wanted = [int(decoder.prompt(torch.tensor([[1, 2, 3]])))]
+    for _ in range(14):  # the last of them recorded
+        wanted.append(int(decoder.step(torch.tensor([[4]]))))
+    decoder.prompt(torch.tensor([[1, 2, 3]]))
+    for token in wanted[1:]:
+        with pytest.raises(NonFiniteError):
+            decoder.step(torch.tensor([[7]]))
+        assert int(decoder.step(torch.tensor([[4]]))) == token
+
+
+def test_an_infinite_logit_is_no_answer_and_a_forbidden_token_is_none() -> None:
+    logits_V = torch.tensor([1.0, -torch.inf, 3.0])
+    assert pick(logits_V, None) == 2
+    assert pick(logits_V, Sampling(0.1), torch.Generator().manual_seed(0)) == 2
+    for wrong in ([1.0, torch.inf, 3.0], [1.0, torch.nan, 3.0], [-torch.inf] * 3):
+        for sampling in (None, Sampling()):
+            with pytest.raises(NonFiniteError):
+                pick(torch.tensor(wrong), sampling)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_lengths_end_where_positions_do(name: str) -> None:
+    """Both have 64: positions that are learnt."""
+    model = torch_pi2.optimize(tiny(name)) if name == "opt" else tiny(name)
+    ids = torch.arange(4, 44)[None]
+    whole = generate(model, ids, max_new_tokens=25, eos_token_id=[])  # the last one is not fed
+    assert whole.sequences[0] == model.generate(ids, max_new_tokens=25, eos_token_id=None)[0, 40:].tolist()
+    assert len(generate(model, torch.arange(64)[None], max_new_tokens=1).sequences[0]) == 1
+    assert len(model.generate(ids, max_new_tokens=999, eos_token_id=whole.sequences[0][3])[0]) <= 44
+    for call in (
+        lambda: generate(model, ids, max_new_tokens=26),
+        lambda: generate(model, ids, max_new_tokens=26, compiled=True),
+        lambda: Decoder(model, max_tokens=65),
+    ):
+        with pytest.raises(ConfigError, match=r"at most 64: .* has a table of so many positions, found 65"):
+            call()
+
+
+def test_an_assistant_with_fewer_positions_drafts_as_far_as_they_go() -> None:
+    model = torch_pi2.optimize(tiny("llama-relu"))
+    wanted = generate(model, IDS, max_new_tokens=90, eos_token_id=[]).sequences
+    assert generate(model, IDS, max_new_tokens=90, eos_token_id=[], assistant_model=tiny("gpt2")).sequences == wanted

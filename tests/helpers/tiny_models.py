@@ -142,6 +142,19 @@ def randomise(model: nn.Module, std: float = 0.3) -> nn.Module:
     return model
 
 
+def overflowing(token: int) -> nn.Module:
+    """In float16, whose numbers overflow in the first FFN where ``token`` is read, and nowhere else."""
+    model: Any = tiny("llama-relu")
+    layer, words = model.model.layers[0], model.get_input_embeddings().weight
+    with torch.no_grad():
+        layer.self_attn.o_proj.weight[0] = layer.mlp.gate_proj.weight[0] = layer.mlp.up_proj.weight[0] = 0
+        words[:, 0] = words[token] = 0
+        words[token, 0], layer.mlp.down_proj.weight[:, 0] = 100, 100
+        layer.mlp.gate_proj.weight[0, 0] = layer.mlp.up_proj.weight[0, 0] = 10
+    half: nn.Module = model.half()
+    return half
+
+
 class FunctionalBlock(nn.Module):
     """A pre-norm block that calls ``F.relu`` itself, with names that say nothing."""
 

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 from serving import greedy_alone, quantised
+from tiny_models import overflowing, tiny
 
+import torch_pi2
+from torch_pi2.errors import ConfigError, NonFiniteError, ShapeError
 from torch_pi2.layers.prompt import has_tiles
 from torch_pi2.serve.batch import Batch, EndEvent, Sequence, TokenEvent
 
@@ -31,6 +34,14 @@ class Heard:
         self.tokens: list[int] = []
         self.ended: EndEvent | None = None
         self.sequence = Sequence(ids, limit, self._tell)
+
+    @property
+    def error(self) -> Exception | None:
+        return None if self.ended is None else self.ended.error
+
+    @property
+    def reason(self) -> str | None:
+        return None if self.ended is None else self.ended.reason
 
     def _tell(self, what: TokenEvent | EndEvent) -> None:
         if isinstance(what, TokenEvent):
@@ -96,3 +107,29 @@ def test_a_model_whose_sequences_need_one_length(caplog: pytest.LogCaptureFixtur
     batch.start()
     batch.close()
     assert [(one.ended and one.ended.reason, len(one.tokens)) for one in heard] == [("length", 6)] * 3
+
+
+def test_an_answer_whose_numbers_overflow_ends_alone() -> None:
+    batch = Batch(torch_pi2.optimize(overflowing(7)), max_tokens=64, max_batch_size=3)
+    heard = {name: Heard(ids, 12) for name, ids in {"one": [1, 2, 7], "good": [1, 2, 3], "other": [7, 5]}.items()}
+    for one in heard.values():
+        batch.submit(one.sequence)
+    batch.start()
+    batch.close(20)
+    assert isinstance(heard["one"].error, NonFiniteError)
+    assert isinstance(heard["other"].error, NonFiniteError)
+    assert (heard["good"].reason, len(heard["good"].tokens)) == ("length", 12)
+
+
+def test_one_answer_does_not_end_another_where_positions_end() -> None:
+    with pytest.raises(ConfigError, match="at most 64: OPTForCausalLM has a table of so many positions, found 65"):
+        Batch(tiny("opt"), max_tokens=65)
+    batch = Batch(tiny("opt"), max_tokens=64, max_batch_size=2)
+    short, long = Heard([5], 40), Heard([4] * 40, 24)
+    for one in (short, long):
+        batch.submit(one.sequence)
+    with pytest.raises(ShapeError, match="at most 64 together, found 40 and 25"):
+        batch.submit(Heard([4] * 40, 25).sequence)
+    batch.start()
+    batch.close(20)
+    assert [len(one.tokens) for one in (short, long)] == [40, 24]

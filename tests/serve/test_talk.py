@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import overflowing
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import torch_pi2
 from torch_pi2.decode.sequence import Sampling
-from torch_pi2.errors import ConfigError, ShapeError
+from torch_pi2.errors import ConfigError, NonFiniteError, ShapeError
 from torch_pi2.serve.chat import ChatSession
 
 MODEL = Path(__file__).parents[2] / "examples" / "models" / "drelu-stdlib-5m"
@@ -128,3 +129,17 @@ def test_what_a_template_does_not_take(model: nn.Module, tokenizer: Any) -> None
     with pytest.raises(ConfigError, match="messages: expected what the chat template takes, found no system"):
         list(talk.say("a"))
     assert talk.messages == [{"role": "system", "content": "Be brief."}]
+
+
+def test_an_answer_whose_numbers_overflow_is_no_part_of_the_talk(tokenizer: Any) -> None:
+    tokenizer.chat_template = None
+    token = tokenizer("zz")["input_ids"][-1]
+    made = overflowing(7)
+    made.resize_token_embeddings(len(tokenizer))
+    with torch.no_grad():
+        made.get_input_embeddings().weight[token] = made.get_input_embeddings().weight[7]
+    talk = ChatSession(made, tokenizer, max_tokens=64, limit=4)
+    with pytest.raises(NonFiniteError, match="bfloat16"):
+        list(talk.say("zz"))
+    assert talk.messages == []
+    assert "".join(talk.say("a")) == talk.messages[1]["content"]

@@ -280,8 +280,10 @@ def sampling_of(args: argparse.Namespace) -> Any:
 
 def max_tokens(args: argparse.Namespace, model: Any) -> int:
     """``--max-tokens``; by default the positions of ``model``, at most :data:`MOST_TOKENS`."""
+    from torch_pi2.decode.chunked_prefill import most_positions
+
     positions = getattr(getattr(model, "config", None), "max_position_embeddings", None) or MOST_TOKENS
-    return int(args.max_tokens or min(positions, MOST_TOKENS))
+    return int(args.max_tokens or min(positions, MOST_TOKENS, most_positions(model)))
 
 
 def config_of(args: argparse.Namespace) -> Config:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -94,6 +95,22 @@ def _original_lengths(module: Any) -> Iterator[int]:
         candidates.append(part.get("original_max_position_embeddings"))
     lengths = [length for length in candidates if isinstance(length, int)]
     return iter(lengths or [0])
+
+
+def most_positions(model: nn.Module) -> int:
+    """Maximum tokens of a sequence if positions are rows of a table, as in GPT-2 and OPT."""
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    trained = getattr(config, "max_position_embeddings", None)
+    if not isinstance(trained, int):
+        return sys.maxsize
+    tables = [(name, len(table)) for name, table in model.named_buffers() if table.dim() == 2]
+    for name, table in model.named_modules():
+        if isinstance(table, nn.Embedding):  # OPT and BERT's family begin after the row of padding
+            unused = getattr(table, "offset", 0 if table.padding_idx is None else table.padding_idx + 1)
+            tables.append((name, table.num_embeddings - unused))
+    rows = [rows for name, rows in tables if re.search("pos|wpe", name.rpartition(".")[2])]
+    return min([n for n in rows if trained - 8 <= n <= trained + 8], default=sys.maxsize)  # others are of images
 
 
 def takes_several_lengths(model: nn.Module, max_tokens: int) -> bool:

@@ -24,11 +24,13 @@ from torch_pi2.decode.budget import room_for_compiling
 from torch_pi2.decode.chunked_prefill import (
     LEAST_TOKENS,
     lossless_chunk_tokens,
+    most_positions,
     same_frequencies_up_to,
     takes_several_lengths,
 )
 from torch_pi2.decode.kv_cache import KeyValues, cache_name
 from torch_pi2.decode.plan_controller import controller_of
+from torch_pi2.decode.sequence import not_finite
 from torch_pi2.decode.step_graph import Forward, GraphRunner, State, captured, on_device, record
 from torch_pi2.distributed.pipeline_parallel import without_logits
 from torch_pi2.errors import ConfigError, DeviceError, DtypeError, ShapeError, UnsupportedModelError
@@ -75,6 +77,15 @@ def check_vocabulary(model: nn.Module, input_ids: torch.Tensor, what: str = "inp
         )
 
 
+def _checked(result_BN: torch.Tensor) -> torch.Tensor:
+    """Tokens, or logits. Raises NonFiniteError: one has no token, or each row's logits are NaN."""
+    # NaN in a hidden state makes all logits NaN; of several sequences those that are fine can go on
+    bad = result_BN[:, 0].isnan().all() if result_BN.is_floating_point() else (result_BN < 0).any()
+    if bad:
+        raise not_finite()
+    return result_BN
+
+
 class Decoder:
     """Greedy continuation of prompts, or of one prompt by several sequences (:meth:`fork`).
 
@@ -117,6 +128,9 @@ class Decoder:
     Raises:
         UnsupportedModelError: the model's cache cannot be static (state-space layers), it has an encoder, or (by
             :meth:`prompt`) it does not use the cache.
+        ConfigError: the model's table of positions is shorter than ``max_tokens``.
+        NonFiniteError: (by :meth:`prompt` and :meth:`step`) a sequence has no finite logits, or none of all has with
+            ``logits``: float16 overflows.
         ShapeError: (by methods) a prompt or step does not fit, or no prompt has been read.
         DeviceError: the model is on several GPUs, or (by methods that read a prompt) has been moved since.
     """
@@ -146,6 +160,13 @@ class Decoder:
                 expected="at least 2 and 1",
                 found=f"{max_tokens}, {batch}",
                 fix="max_tokens is the length of prompt and answer together.",
+            )
+        if max_tokens > (most := most_positions(model)):
+            raise ConfigError(
+                "tokens of prompt and answer",
+                expected=f"at most {most}: {type(model).__name__} has a table of so many positions",
+                found=str(max_tokens),
+                fix="Ask for fewer, or shorten the prompt.",
             )
         self.model, self.max_tokens, self.batch, self.rows = model, max_tokens, batch, batch
         self.lengths, self.logits, self.chunk_tokens = list[int](), logits, chunk_tokens
@@ -208,7 +229,10 @@ class Decoder:
 
     def _answer(self, logits_BTV: torch.Tensor) -> torch.Tensor:
         logits_BV = logits_BTV[:, -1]
-        return logits_BV if self.logits else logits_BV.argmax(-1, keepdim=True)
+        if self.logits:
+            return logits_BV
+        best = logits_BV.max(-1, keepdim=True)  # NaN is the largest
+        return torch.where(best.values.isfinite(), best.indices, -1)
 
     def _forward(self, ids_BT: torch.Tensor, of_each: bool) -> torch.Tensor:
         """Next tokens or logits; ``of_each``: logits ``[T, V]`` of all tokens, each computed as if it came alone."""
@@ -235,11 +259,11 @@ class Decoder:
         check_vocabulary(self.model, ids_BT, "prompt")
         self._check_not_adding("prompt")
         batch, tokens = ids_BT.shape
-        if not (1 <= batch <= self.rows and 1 <= tokens < self.max_tokens):
+        if not (1 <= batch <= self.rows and 1 <= tokens <= self.max_tokens):
             rows = f"1 to {self.rows}" if self.rows > 1 else "1"
             raise ShapeError(
                 "prompt",
-                expected=f"[{rows}, 1 to {self.max_tokens - 1}]",
+                expected=f"[{rows}, 1 to {self.max_tokens}]",
                 found=str(list(ids_BT.shape)),
                 fix="Make a Decoder for this batch and length.",
             )
@@ -268,7 +292,7 @@ class Decoder:
             *others, last_BT = ids_BT[:, known:].tensor_split(-(-(tokens - known) // most), 1)
             for chunk_BT in others:
                 self._read_chunk(chunk_BT, cache, rows * tokens, without_logits())
-            result = self._read_chunk(last_BT, cache, rows * tokens)
+            result = _checked(self._read_chunk(last_BT, cache, rows * tokens))
             self._kv.check_used(self.model)
         except BaseException:
             self._use(1)
@@ -486,6 +510,7 @@ class Decoder:
                     result = self._compile_and_run(ids_BT, of_each)
                 else:
                     result = self._runner(ids_BT, of_each)(ids_BT)
+                _checked(result)
         except BaseException:
             check_vocabulary(self.model, ids_BT, "token")  # may be the cause, which other errors do not name
             raise

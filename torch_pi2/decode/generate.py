@@ -143,8 +143,10 @@ def generate(
             (default: 4). It has a separate KV cache.
 
     Raises:
-        ConfigError: a setting is invalid, or text without a tokenizer. ShapeError: not one prompt.
+        ConfigError: a setting is invalid, text without a tokenizer, or more tokens than the model's table of positions
+            has. ShapeError: not one prompt.
         UnsupportedModelError: see :class:`torch_pi2.Decoder`.
+        NonFiniteError: logits are NaN or infinite, as where float16 overflows.
         ArtifactError: the store of the model cannot be read.
     """
     if isinstance(input_ids, str):
@@ -156,15 +158,16 @@ def generate(
     drafted = _draft_tokens(prompt_lookup, assistant_model, draft_tokens, num_return_sequences, do_sample)
     sampling = Sampling(temperature, top_k, top_p) if do_sample else None
     tokens = input_ids.shape[1]
+    room = max(2, tokens + max_new_tokens - 1)  # the last token is not fed
     ends = end_tokens(model, eos_token_id)
     _warn(model, tokens + max_new_tokens, do_sample or (temperature, top_k, top_p) == (1.0, 0, 1.0))
     pool = None if compiled or decoder is not None else pool_of(model)
     if decoder is not None:
-        _check_decoder(decoder, model, num_return_sequences, tokens + max(1, max_new_tokens - 1))
+        _check_decoder(decoder, model, num_return_sequences, room)
     elif pool is not None:
-        decoder = pool.acquire(model, tokens + max_new_tokens, num_return_sequences)
+        decoder = pool.acquire(model, room, num_return_sequences)
     else:
-        decoder = decoder_for(model, tokens + max_new_tokens, num_return_sequences, compiled)
+        decoder = decoder_for(model, room, num_return_sequences, compiled)
     check_vocabulary(model, input_ids)  # the model takes ids, or it would have no decoder
     sequences = [GeneratedSequence(i, seed, max_new_tokens, ends, streamer) for i in range(num_return_sequences)]
     if drafted:

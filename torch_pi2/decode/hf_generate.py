@@ -7,13 +7,16 @@ cannot serve (padded prompts, beams, other caches, outputs of layers, hooks) run
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
 from torch import nn
 
+from torch_pi2.decode.chunked_prefill import most_positions
 from torch_pi2.decode.decoder import Decoder
 from torch_pi2.decode.plan_controller import controller_of
+from torch_pi2.decode.sequence import not_finite
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.layers.gpu import device_of
 from torch_pi2.rewrite.state import store_of
@@ -78,8 +81,10 @@ class DecoderPool:
 def _rounded(model: nn.Module, tokens: int) -> int:
     """A size that fits later answers too; on the CPU only the used part takes memory."""
     if device_of(model).type == "cpu":
-        return max(_LEAST_TOKENS, 1 << (tokens - 1).bit_length())
-    return -(-tokens // _LEAST_TOKENS) * _LEAST_TOKENS
+        more = max(_LEAST_TOKENS, 1 << (tokens - 1).bit_length())
+    else:
+        more = -(-tokens // _LEAST_TOKENS) * _LEAST_TOKENS
+    return max(tokens, min(more, most_positions(model)))
 
 
 def _kind(model: nn.Module) -> object:
@@ -102,6 +107,8 @@ def _install(kind: Any) -> None:
     @functools.wraps(usual)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         actual: Any = type(self)
+        if ATTRIBUTE in vars(self) and len(args) < 3:
+            kwargs["logits_processor"] = [*(kwargs.get("logits_processor") or ()), _finite]
         ours = ATTRIBUTE in vars(self) and not hasattr(actual, "_stepping_for")
         if ours and all(kwargs.get(name) is None for name in ("custom_generate", *_CACHES)) and _is_plain(self):
             own = object.__new__(_stepping(actual))
@@ -114,6 +121,13 @@ def _install(kind: Any) -> None:
     kind.generate = generate
 
 
+def _finite(_ids: torch.Tensor, scores_BV: torch.Tensor) -> torch.Tensor:
+    """A logits processor of transformers, which would take token 0 for ever."""
+    if not float(scores_BV.max()) < math.inf:
+        raise not_finite()
+    return scores_BV
+
+
 def _sample(model: Any, input_ids: torch.Tensor, config: Any, kwargs: dict[str, Any]) -> Any:
     """transformers' loop with our steps if a Decoder supports the call, else with the model's own."""
     loop, pool = type(model)._sample, pool_of(model)
@@ -121,7 +135,8 @@ def _sample(model: Any, input_ids: torch.Tensor, config: Any, kwargs: dict[str, 
         controller.batch(len(input_ids))
     if pool is not None and _supports(input_ids, config, kwargs):
         try:
-            decoder = pool.acquire(model, max(config.max_length, input_ids.shape[1] + 1), len(input_ids))
+            most = min(config.max_length, most_positions(model))  # the answer may end before
+            decoder = pool.acquire(model, max(2, most), len(input_ids))
             if not decoder.is_hooked():
                 result = loop(_Steps(model, decoder), input_ids, generation_config=config, **kwargs)
                 pool.release(decoder)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from torch_pi2.errors import ConfigError
+from torch_pi2.errors import ConfigError, NonFiniteError
 
 #: Logits are divided by the temperature; a smaller one would make them infinite.
 LEAST_TEMPERATURE = 1e-6
@@ -34,11 +34,27 @@ class Sampling:
             )
 
 
+def not_finite() -> NonFiniteError:
+    return NonFiniteError(
+        "logits",
+        expected="finite numbers",
+        found="NaN or infinity",
+        fix="float16 ends at 65504: load the model in bfloat16 or float32 (dtype=..., --dtype). Elsewhere its weights "
+        "are damaged.",
+    )
+
+
 def pick(logits_V: torch.Tensor, sampling: Sampling | None, generator: torch.Generator | None = None) -> int:
-    """The next token: drawn with ``sampling``, or the most likely one if that is None."""
+    """The next token: drawn with ``sampling``, or the most likely one if that is None. Raises NonFiniteError."""
     if sampling is None:
-        return int(logits_V.float().argmax())
+        logits_V = logits_V.float()
+        token = int(logits_V.argmax())  # of NaN, if there is one
+        if not math.isfinite(logits_V[token]):
+            raise not_finite()
+        return token
     scores_V, order_V = (logits_V.float() / sampling.temperature).sort(descending=True, stable=True)
+    if not math.isfinite(scores_V[0]):
+        raise not_finite()
     if sampling.top_k:
         scores_V = scores_V[: sampling.top_k]
     share_V = scores_V.softmax(-1)

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from torch_pi2.decode.chunked_prefill import most_positions
 from torch_pi2.decode.decoder import VERIFIED, Decoder
 from torch_pi2.decode.sequence import GeneratedSequence
 from torch_pi2.errors import ConfigError
@@ -105,7 +106,8 @@ class Assistant:
             )
         places = getattr(model.config, "max_position_embeddings", None)
         self._most = min(max_tokens, max_tokens if places is None else places)
-        self._decoder = Decoder(model, max_tokens=max_tokens, compiled=compiled, logits=True)
+        self._most = min(self._most, most_positions(model))
+        self._decoder = Decoder(model, max_tokens=self._most, compiled=compiled, logits=True)
         self._read: list[int] = []  # tokens in its KV cache
 
     def read(self, prompt_1T: torch.Tensor) -> None:

@@ -28,6 +28,7 @@ from torch_pi2.errors import (
     DeviceError,
     DtypeError,
     GroupError,
+    NonFiniteError,
     Pi2Error,
     ShapeError,
     UnsupportedModelError,
@@ -42,7 +43,7 @@ _HEARTBEAT, _END = "", "."
 #: Numbers of called objects, unique over all coordinators of this process.
 _numbers = itertools.count(1)
 #: Errors that all processes raise alike, before a call has any effect.
-_REFUSALS = (ConfigError, DeviceError, DtypeError, ShapeError, UnsupportedModelError)
+_REFUSALS = (ConfigError, DeviceError, DtypeError, NonFiniteError, ShapeError, UnsupportedModelError)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from torch_pi2.errors import BusyError, ClosedError, GroupError, Pi2Error
+from torch_pi2.errors import BusyError, ClosedError, GroupError, NonFiniteError, Pi2Error
 from torch_pi2.serve.chat import has_template
 from torch_pi2.serve.live import Live
 from torch_pi2.serve.model import ServedModel
@@ -84,6 +84,8 @@ def _refusal(error: Exception) -> Refusal:
         return Refusal(503, str(error), "server_error", "server_ends")
     if isinstance(error, BusyError):
         return Refusal(429, str(error), "rate_limit_error", "queue_full")
+    if isinstance(error, NonFiniteError):
+        return Refusal(500, str(error), "server_error", "not_finite")
     if isinstance(error, Pi2Error):
         return Refusal(400, str(error), "invalid_request_error", param=error.what)
     _log.error("a request failed", exc_info=error)

@@ -13,7 +13,7 @@ from torch import nn
 from torch_pi2.decode.decoder import Decoder
 from torch_pi2.decode.generate import end_tokens
 from torch_pi2.decode.sequence import GeneratedSequence, Sampling, TextStream, pick
-from torch_pi2.errors import ConfigError, ShapeError
+from torch_pi2.errors import ConfigError, Pi2Error, ShapeError
 
 
 def has_template(tokenizer: Any) -> bool:
@@ -112,6 +112,7 @@ class ChatSession:
 
         Raises (the conversation is as before):
             ShapeError: no tokens are left for an answer. ConfigError: the chat template refuses the messages.
+            NonFiniteError: see :func:`torch_pi2.generate`.
         """
         self.messages.append({"role": "user", "content": text})
         try:
@@ -127,13 +128,14 @@ class ChatSession:
         except BaseException:
             self.messages.pop()
             raise
-        answer = ""
+        self.messages.append({"role": "assistant", "content": ""})
         try:
             for piece in self._answer(ids, min(self._limit, available)):
-                answer += piece
+                self.messages[-1]["content"] += piece
                 yield piece
-        finally:
-            self.messages.append({"role": "assistant", "content": answer})
+        except Pi2Error:
+            del self.messages[-2:]
+            raise
 
     def _answer(self, ids: list[int], limit: int) -> Iterator[str]:
         length = min(len(ids) - 1, self._decoder.length, len(self._fed))
