@@ -1,7 +1,8 @@
-"""``replacing_folder``: a whole folder or none, whatever happens on the way."""
+"""``replacing_folder``: a whole folder or none, whatever happens on the way; JSON within bounds of memory."""
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from torch_pi2.base import files
+from torch_pi2.base import files, reading
 from torch_pi2.base.files import replacing_folder
 from torch_pi2.errors import ArtifactError, ConfigError
 
@@ -164,3 +165,14 @@ def test_others_may_read_what_safetensors_makes_for_its_owner(tmp_path: Path) ->
         (staging / "private").touch(0o600)
     modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "m").iterdir()}
     assert modes == {"model.safetensors": (tmp_path / "m").stat().st_mode & 0o666, "private": 0o600}
+
+
+def test_a_vocabulary_with_merges_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short words take many times their text; a bomb takes more than that."""
+    monkeypatch.setattr(reading, "ROOM_BYTES", 0)
+    words = [f"w{index:x}" for index in range(3000)]
+    pairs = [[left, right] for left, right in zip(words, words[1:] + words, strict=False)] * 2
+    text = json.dumps({"model": {"vocab": {word: index for index, word in enumerate(words)}, "merges": pairs}})
+    assert len(reading.parse(text, "tokenizer.json")["model"]["vocab"]) == 3000
+    with pytest.raises(ArtifactError, match=r"values that take \d+ bytes in a text of"):
+        reading.parse("[" + "[]," * 3000 + "[]]", "config.json")

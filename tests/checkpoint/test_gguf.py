@@ -15,8 +15,10 @@ import torch
 from transformers import AutoTokenizer
 
 import torch_pi2
+from torch_pi2.checkpoint.gguf.families import configuration
 from torch_pi2.checkpoint.save_load import load_dense
 from torch_pi2.errors import ArtifactError, ConfigError, DtypeError, NonFiniteError, Pi2Error, UnsupportedModelError
+from torch_pi2.store.gguf import GgufModel
 
 GOLDEN = Path(__file__).parents[1] / "data" / "gguf"
 TOKENS = torch.tensor([[5, 77, 130, 9, 200, 31, 64, 250, 3, 18]])
@@ -306,7 +308,14 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     ("llama", "attention.head_count", 3, "attention.key_length in .*: expected 256, .*found 192"),
     ("llama", "attention.layer_norm_rms_epsilon", None, "layer_norm_rms_epsilon in .*found 'nothing'"),
     ("llama", "embedding_length", 512, "embedding_length in .*: expected 256, .*found 512"),
-    ("llama", "logit_scale", 2.0, "expected metadata that is known, found llama.'logit_scale'"),
+    ("llama", "logit_scale", 2.0, "expected metadata that is known, .*, found llama.'logit_scale' 2.0"),
+    ("llama", "rope.scaling.attn_factor", 1.5, "'rope.scaling.attn_factor' 1.5"),
+    ("llama", "pooling_type", 3, "'pooling_type' 3"),
+    ("llama", "attention.sliding_window", 64, "'attention.sliding_window' 64"),
+    ("llama", "tensor_data_layout", "reference", "'tensor_data_layout' 'reference'"),
+    ("mixtral", "expert_weights_scale", 2.5, "'expert_weights_scale' 2.5"),
+    ("mixtral", "expert_weights_norm", False, "'expert_weights_norm' False"),
+    ("gemma3", "final_logit_softcapping", 30.0, "'final_logit_softcapping' 30.0"),
     ("llama", "rope.scaling.type", "longrope", "of type none, linear or yarn, found 'longrope'"),
     ("llama", "rope.scaling.factor", 0.5, "rope.scaling.factor 0.5"),
     ("llama", "rope.dimension_count", 32, "heads of one width, all of it rotated"),
@@ -314,6 +323,54 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     ("llama", "without", "output_norm.weight", "expected a tensor for model.norm.weight"),
     ("llama", "more", "blk.0.ffn_gate_shexp.weight", "found blk.0.ffn_gate_shexp.weight as well"),
 ]
+
+
+#: What converters write that changes nothing, or only what the configuration says anyway.
+NEUTRAL: dict[str, dict[str, Any]] = {
+    "llama": {
+        "rope.scale_linear": 1.0,
+        "rope.scaling.type": "none",
+        "rope.scaling.attn_factor": 1.0,
+        "rope.scaling.yarn_ext_factor": -1.0,
+        "rope.dimension_sections": [0, 0, 0, 0],
+        "pooling_type": 0,
+        "logit_scale": 1.0,
+        "attn_logit_softcapping": 0.0,
+        "attention.clamp_kqv": 0.0,
+        "attention.sliding_window": 0,
+        "expert_count": 0,
+        "expert_used_count": 0,
+        "expert_gating_func": 1,
+        "use_parallel_residual": False,
+        "tensor_data_layout": "Meta AI original pth",
+        "embedding_length_out": 256,
+    },
+    "mixtral": {"expert_weights_scale": 1.0, "expert_weights_norm": True, "expert_shared_count": 0},
+    "qwen2_moe": {"expert_weights_norm": False, "expert_shared_count": 1},
+    "gemma3": {"attention.sliding_window_pattern": 6, "attention.key_length_swa": 64, "final_logit_softcapping": 0.0},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_keys_that_change_nothing(made: Any, tmp_path: Path, name: str) -> None:
+    _, _, file = made(name)
+    with GgufModel(file) as model:
+        arch, before = model.metadata["general.architecture"], configuration(model)
+    keys = {f"{arch}.{key}": value for key, value in NEUTRAL[name].items()}
+    with GgufModel(ggufs.rewritten(file, tmp_path / "a.gguf", keys=keys)) as model:
+        assert configuration(model) == before
+
+
+@pytest.mark.slow
+def test_keys_of_older_files_and_caps_of_none(made: Any, tmp_path: Path) -> None:
+    for name, keys, attribute, value in (
+        ("llama", {"llama.rope.scale_linear": 4.0}, "rope_parameters", 4.0),
+        ("gemma2", {"gemma2.final_logit_softcapping": 0.0}, "final_logit_softcapping", None),
+    ):
+        with GgufModel(ggufs.rewritten(made(name)[2], tmp_path / "a.gguf", keys=keys)) as model:
+            found = configuration(model)[attribute]
+        assert (found["factor"] if isinstance(found, dict) else found) == value
 
 
 @pytest.mark.slow

@@ -203,7 +203,8 @@ def _writer_of(reader: Any, target: Path, keys: Mapping[str, Any] | None = None,
     kinds = gguf.GGUFValueType
     for key, value in keys.items():
         if value is not None:
-            kind = {str: kinds.STRING, int: kinds.UINT32, float: kinds.FLOAT32, list: kinds.ARRAY}[type(value)]
+            of = {str: kinds.STRING, bool: kinds.BOOL, int: kinds.UINT32, float: kinds.FLOAT32, list: kinds.ARRAY}
+            kind = of[type(value)]
             sub = {str: kinds.STRING, int: kinds.UINT32}[type(value[0])] if kind is kinds.ARRAY else None
             writer.add_key_value(key, value, kind, sub_type=sub)
     return writer

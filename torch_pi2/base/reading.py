@@ -14,8 +14,9 @@ from torch_pi2.errors import ArtifactError
 MOST_DEPTH = 64
 #: Largest text.
 MOST_BYTES = 1 << 28
-#: Memory that parsing may take, in addition to twice the file's size.
+#: Memory that parsing may take, in addition to a multiple of the text's size: that of a vocabulary with merges is 8.
 ROOM_BYTES = 64 << 20
+_TIMES, _MOST_MORE = 12, 1 << 30
 
 
 def open_file(path: str | Path, expected: str = "a file", fix: str = "Check the folder's name.") -> int:
@@ -62,7 +63,7 @@ def parse(
     """The value of a JSON text read from ``where``: the only JSON parser of the package.
 
     Args:
-        room: memory in bytes for text and value together (default: 64 MiB and twice the text).
+        room: memory in bytes for text and value together (default: 64 MiB and 12 times the text, at most 1 GiB).
         unique: repeated names in an object are damage; otherwise the last counts, as usual in Python.
 
     Raises:
@@ -71,7 +72,7 @@ def parse(
     """
     try:
         needed = _bytes_of(text)
-        if needed > (ROOM_BYTES + 2 * len(text) if room is None else room):
+        if needed > (ROOM_BYTES + min(_TIMES * len(text), _MOST_MORE) if room is None else room):
             raise ValueError(f"values that take {needed} bytes in a text of {len(text)}")
         text = text.decode() if isinstance(text, bytes) else text
         value = json.loads(text, object_pairs_hook=_without_repeats if unique else None)

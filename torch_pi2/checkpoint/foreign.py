@@ -259,8 +259,17 @@ class QuantizedCheckpoint(Checkpoint):
 
     def _base(self, name: str) -> str | None:
         """The prefix of the tensors that make up matrix ``name``; None if it is stored in floats."""
-        base = name.removesuffix(".weight")
-        return base if base in self._packed and base != name else None
+        own = self.own(name)
+        base = own.removesuffix(".weight")
+        return base if base in self._packed and base != own else None
+
+    def matrices(self) -> list[str]:
+        parts = (name.rpartition(".") for name in self.names())
+        floats = {"".join(part) for part in parts if part[0] not in self._packed or part[2] == "bias"}
+        return [*floats, *(f"{base}.weight" for base in self._packed)]
+
+    def is_packed(self, name: str) -> bool:
+        return self._base(name) is not None
 
     def packed(self, name: str) -> Packed | None:
         base = self._base(name)
@@ -276,17 +285,18 @@ class QuantizedCheckpoint(Checkpoint):
 
     def read_into(self, name: str, tensor: torch.Tensor, row: int = 0) -> None:
         if self._base(name) is None:
-            self._used.add(name)
+            self._used.add(self.own(name))
             super().read_into(name, tensor, row)
         else:
             tensor.copy_(self.read(name, (row, row + len(tensor))))
 
     def read_bytes(self, name: str, start: int, stop: int) -> torch.Tensor:
-        self._used.add(name)
+        self._used.add(self.own(name))
         return super().read_bytes(name, start, stop)
 
     def own_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        base = name.removesuffix(".weight")
+        base = self._base(name)
+        assert base is not None
         return self._integers(base).rows(start, stop, self._about(base)[1].format)
 
     def unused(self) -> list[str]:
@@ -319,7 +329,7 @@ class QuantizedCheckpoint(Checkpoint):
         return self._held[1]
 
     def _raw(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
-        self._used.add(name)
+        self._used.add(self.own(name))
         return super().read(name, rows)
 
     def _matrix(self, name: str, dtype: torch.dtype) -> torch.Tensor:

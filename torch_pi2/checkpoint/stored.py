@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +18,11 @@ from torch_pi2.base.files import not_written
 from torch_pi2.base.memory import MappedFile, set_mapped
 from torch_pi2.base.progress import bar
 from torch_pi2.base.tensorfile import Spec
+from torch_pi2.checkpoint.names import follow
 from torch_pi2.errors import DtypeError, UnsupportedModelError
-from torch_pi2.graph.find import search
 from torch_pi2.layers.experts import expert_groups
 from torch_pi2.rewrite.place import TRIED_EXPERTS, tried_strategy
-from torch_pi2.rewrite.skeleton import check_filled, fill, now, on_meta, places, put, skeleton
+from torch_pi2.rewrite.skeleton import check_filled, fill, now, places, put, skeleton
 from torch_pi2.rewrite.strategies import log_skipped
 from torch_pi2.store.folder import check_float, read_config
 from torch_pi2.store.source import Checkpoint, ExpertMatrix, Source, stored_name, wrong_shape
@@ -97,6 +96,8 @@ class Stored:
 
     def __init__(self, model: nn.Module, checkpoint: Source) -> None:
         self.model, self.checkpoint = model, checkpoint
+        if isinstance(checkpoint, Checkpoint):
+            follow(model, checkpoint)
         self.groups = places(model)
         self.alias = {name: names for names in self.groups for name in names}
 
@@ -209,7 +210,7 @@ def load_mapped(
         model = skeleton(folder, stored=largest_dtype(checkpoint), trust_remote_code=trust_remote_code)
         stored = Stored(model, checkpoint)
         files = checkpoint.memory()
-        made = _stack_experts(stored, Path(scratch or folder), files, progress)
+        made = _convert(stored, Path(scratch or folder), files, progress)
 
         def read(name: str, now: torch.Tensor) -> torch.Tensor | None:
             if name in made:
@@ -244,27 +245,23 @@ def _read(checkpoint: Checkpoint, name: str, now: torch.Tensor) -> torch.Tensor:
     return checkpoint.mapped(name)
 
 
-def _stack_experts(stored: Stored, scratch: Path, files: list[MappedFile], progress: bool) -> set[str]:
-    """Stack experts stored one by one in new mapped ``files``; returns the names of the parameters. Raises
+def _convert(stored: Stored, scratch: Path, files: list[MappedFile], progress: bool) -> set[str]:
+    """Write parameters that transformers makes of other tensors to new mapped ``files``; returns their names. Raises
     ArtifactError: there is too little space.
     """
-    parts: dict[str, list[tuple[FFNSite, str, LinearRef]]] = defaultdict(list)
-    for site in search(on_meta(stored.model), on_meta=True, needed=False).sites:
-        for role, ref in refs_of(site):
-            if ref.expert is not None and stored.name(ref.weight) not in stored.checkpoint:
-                parts[ref.weight].append((site, role, ref))
-    for name in bar(list(parts), "experts", progress and bool(parts)):
-        parameter = stored.model.get_parameter(name)
-        spec = Spec(tuple(parameter.shape), parameter.dtype)
+    converted = {names[0]: names for names in stored.groups if stored.name(names[0]) in stored.checkpoint.converted}
+    for name in bar(list(converted), "converted weights", progress and bool(converted)):
+        spec = replace(stored.checked(name), dtype=now(stored.model, name).dtype)
         try:
             with tempfile.TemporaryFile(dir=scratch) as file:
                 os.posix_fallocate(file.fileno(), 0, spec.nbytes)
                 files.append(MappedFile(file.fileno(), shared=True))
         except OSError as error:
             raise not_written(scratch, error) from error
-        put(stored.model, [name], files[-1].tensor(spec.shape, spec.dtype, 0))
-        for site, role, ref in parts[name]:
-            part = ref.take(stored.model.get_parameter(name).detach())
-            part.copy_(ExpertMatrix(stored.checkpoint, site, ref, role).read())
+        whole, step = files[-1].tensor(spec.shape, spec.dtype, 0), max(1, _SMALL_BYTES * spec.shape[0] // spec.nbytes)
+        put(stored.model, converted[name], whole)
+        for start in range(0, len(whole), step):
+            part = whole[start : start + step]
+            part.copy_(stored.checkpoint.read(stored.name(name), (start, start + len(part))))
             files[-1].let_go(part)
-    return set(parts)
+    return set(converted)

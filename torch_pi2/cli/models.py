@@ -103,16 +103,19 @@ def load_dense(args: argparse.Namespace) -> nn.Module:
         trust = args.trust_remote_code
         return torch_pi2.load_mapped(args.model, scratch=scratch, progress=not args.quiet, trust_remote_code=trust)
     with _loading(args, "model", "a Hugging Face causal language model"):
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
 
         from torch_pi2.checkpoint.save_load import check_not_random
+        from torch_pi2.rewrite.skeleton import named_class
         from torch_pi2.store.folder import read_config
 
         if Path(args.model).is_dir():
             read_config(Path(args.model))  # with clearer errors than transformers'
-        how = {"dtype": dtype_of(args) or "auto", "output_loading_info": True, **_of_transformers(args)}
+        of = _of_transformers(args)
+        made_by = named_class(AutoConfig.from_pretrained(args.model, **of)) or AutoModelForCausalLM
+        how = {"dtype": dtype_of(args) or "auto", "output_loading_info": True, **of}
         model: nn.Module
-        model, loading = AutoModelForCausalLM.from_pretrained(args.model, **how)
+        model, loading = made_by.from_pretrained(args.model, **how)
         check_not_random(model, loading, args.model)
     return model.eval()
 

@@ -75,7 +75,8 @@ def named_class(config: Any) -> Any:
         return None
     named = getattr(config, "architectures", None)
     name = named[0] if isinstance(named, list) and named else ""
-    known = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    of_type = getattr(config, "model_type", None) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    known = of_type and name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     found = None if known or not isinstance(name, str) or not name.isidentifier() else getattr(transformers, name, None)
     return found if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) else None
 
@@ -201,7 +202,7 @@ def _without_value(model: nn.Module, name: str, where: str | Path) -> ArtifactEr
         str(where),
         expected=f"a value for every tensor of {type(model).__name__}",
         found=f"none for {name}",
-        fix="The file is of another model; make the folder again.",
+        fix="Name the class that was saved as architectures in config.json, or make the folder again.",
     )
 
 

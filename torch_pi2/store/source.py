@@ -52,11 +52,29 @@ class Source(Protocol):
     def check_float(self, name: str) -> None: ...
 
 
+class Reader(Protocol):
+    """A file of tensors, or what makes some of others."""
+
+    def spec(self, name: str) -> Spec: ...
+
+    def read(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor: ...
+
+    def read_into(self, name: str, tensor: torch.Tensor, *, row: int = 0) -> None: ...
+
+    def read_bytes(self, name: str, start: int, stop: int) -> torch.Tensor: ...
+
+
 class Checkpoint:
-    """The tensors of a Hugging Face folder (``model.safetensors``, or the files named in its index)."""
+    """The tensors of a Hugging Face folder (``model.safetensors``, or the files named in its index).
+
+    Attributes:
+        renamed: parameter -> name of its tensor, where that differs. converted: parameter -> what makes it of others.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
+        self.renamed: dict[str, str] = {}
+        self.converted: dict[str, Reader] = {}
         self._files: dict[str, TensorReader] = {}
         self._by_name: dict[str, TensorReader] = {}
         try:
@@ -112,10 +130,22 @@ class Checkpoint:
         return sum(spec.nbytes for file in self._files.values() for spec in file.specs.values())
 
     def __contains__(self, name: str) -> bool:
-        return name in self._by_name
+        return name in self.converted or self.own(name) in self._by_name
+
+    def own(self, name: str) -> str:
+        """The checkpoint's name of a parameter."""
+        return self.renamed.get(name, name)
 
     def names(self) -> list[str]:
         return list(self._by_name)
+
+    def matrices(self) -> list[str]:
+        """Names of tensors, or of the matrices that several make up."""
+        return self.names()
+
+    def is_packed(self, name: str) -> bool:
+        """Whether ``name`` is a matrix in few bits."""
+        return False
 
     def metadata(self) -> dict[str, str]:
         """Metadata of all files' headers."""
@@ -123,26 +153,26 @@ class Checkpoint:
 
     def spec(self, name: str) -> Spec:
         """Raises ArtifactError: there is no such tensor."""
-        return self._file(name).spec(name)
+        return self.reader(name).spec(self.own(name))
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
         """A copy of the tensor, or of its rows ``[start, stop)``."""
-        return self._file(name).read(name, rows)
+        return self.reader(name).read(self.own(name), rows)
 
     def read_into(self, name: str, tensor: torch.Tensor, row: int = 0) -> None:
         """Fill ``tensor`` with the tensor's rows from ``row`` on."""
-        self._file(name).read_into(name, tensor, row=row)
+        self.reader(name).read_into(self.own(name), tensor, row=row)
 
     def mapped(self, name: str) -> torch.Tensor:
         """The tensor in place, in one of the files of :meth:`memory`."""
-        return self._file(name).mapped(name)
+        return self._by_name[self.own(name)].mapped(self.own(name))
 
     def memory(self) -> list[MappedFile]:
         return [file.memory for file in self._files.values()]
 
     def read_bytes(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Bytes ``[start, stop)`` of the tensor, uint8."""
-        return self._file(name).read_bytes(name, start, stop)
+        return self.reader(name).read_bytes(self.own(name), start, stop)
 
     def check_float(self, name: str) -> None:
         """Raises DtypeError: the tensor is not float (the checkpoint is already quantised)."""
@@ -155,15 +185,18 @@ class Checkpoint:
                 fix="Quantise from the original float checkpoint.",
             )
 
-    def _file(self, name: str) -> TensorReader:
-        if name not in self._by_name:
+    def reader(self, name: str) -> Reader:
+        """Raises ArtifactError: there is no such tensor."""
+        found = self.converted.get(name) or self._by_name.get(self.own(name))
+        if found is None:
             raise ArtifactError(
                 str(self.folder),
                 expected=f"a tensor {name}",
-                found=f"{len(self._by_name)} others",
-                fix="Load the model with transformers and save it again with save_pretrained, then quantise that.",
+                found=f"{len(self._by_name)} others, none of which transformers loads as this one",
+                fix="Get all files of the checkpoint again; or name the class that was saved as architectures in its "
+                "config.json.",
             )
-        return self._by_name[name]
+        return found
 
 
 def wrong_shape(name: str, folder: Path, expected: object, found: object) -> ArtifactError:

@@ -38,6 +38,22 @@ _ELSEWHERE = {
     "expert_count",
     "expert_used_count",
 }
+#: Keys that nothing here reads, with the values that change nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("logit_scale", "residual_scale", "embedding_scale", "attention.output_scale"), (0, 1)),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "router_logit_softcapping"), (0,)),
+    **dict.fromkeys(("attention.scale", "attention.clamp_kqv", "attention.max_alibi_bias", "pooling_type"), (0,)),
+    **dict.fromkeys(("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"), (1,)),
+    **dict.fromkeys(("rope.scaling.yarn_log_multiplier", "rope.dimension_sections", "n_deepstack_layers"), (0,)),
+    "rope.scaling.yarn_ext_factor": (-1,),
+    "rope.scaling.yarn_beta_fast": (32,),
+    "rope.scaling.yarn_beta_slow": (1,),
+    **dict.fromkeys(("rope.scaling.alpha", "expert_weights_scale", "expert_group_scale"), (0, 1)),
+    **dict.fromkeys(("expert_gating_func", "interleave_moe_layer_step", "moe_every_n_layers"), (0, 1)),
+    **dict.fromkeys(("leading_dense_block_count", "nextn_predict_layers", "expert_shared_count"), (0,)),
+    **dict.fromkeys(("use_parallel_residual", "attention.shared_kv_layers", "attention.sliding_window"), (0,)),
+    "tensor_data_layout": ("Meta AI original pth",),
+}
 #: Token in transformers' configuration -> in files.
 _TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding"}
 #: Defaults of a SentencePiece vocabulary.
@@ -58,7 +74,14 @@ _REQUIRED = {
 #: Keys of positive counts.
 _COUNTS = {*_COMMON} - {"attention.layer_norm_rms_epsilon"}
 #: Suffixes of keys with fractional numbers.
-_FRACTIONS = ("epsilon", "softcapping", "rope.freq_base", "rope.freq_base_swa", "rope.scaling.factor")
+_FRACTIONS = (
+    "epsilon",
+    "softcapping",
+    "rope.freq_base",
+    "rope.freq_base_swa",
+    "rope.scaling.factor",
+    "rope.scale_linear",
+)
 _SLIDING = {"attention.sliding_window": "sliding_window"}
 _EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 _EXPERTS |= {"expert_feed_forward_length": "moe_intermediate_size"}
@@ -216,8 +239,19 @@ def configuration(file: GgufFile) -> dict[str, Any]:
     for key in ("expert_group_count", "expert_group_used_count"):
         if meta.number(key, 0) > 1:
             _unsupported(file, "experts without groups", f"{key} {meta.number(key)}")
-    if unknown := sorted(meta.unused - _ELSEWHERE):
-        _unsupported(file, "metadata that is known", f"{arch}.{shown(unknown[0])}")
+    own = {
+        "expert_weights_norm": config.get("norm_topk_prob", True),
+        "attention.sliding_window_pattern": {"gemma2": 2, "gemma3_text": 6}.get(family.model_type),
+        **dict.fromkeys(("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"), width),
+        "embedding_length_out": config["hidden_size"],
+        "expert_shared_count": int("shared_expert_intermediate_size" in config),
+    }
+    for key in sorted(meta.unused - _ELSEWHERE):
+        found = meta.get(key)
+        values = found if isinstance(found, list) else [found]
+        if not all(value in (*_NEUTRAL.get(key, ()), own.get(key)) for value in values):
+            said = "" if isinstance(found, list) else f" {shown(found)}"
+            _unsupported(file, "metadata that is known, or changes nothing", f"{arch}.{shown(key)}{said}")
     return config
 
 
@@ -282,7 +316,8 @@ def _unsupported(file: GgufFile, expected: str, found: str) -> None:
 
 def _rope(file: GgufFile, meta: ArchMetadata, family: Family) -> dict[str, Any]:
     theta = float(meta.number("rope.freq_base", 10000.0, least=1, most=1e12))
-    factor = float(meta.number("rope.scaling.factor", 1.0, least=0, most=1e6))
+    older = meta.number("rope.scale_linear", 1.0, least=0, most=1e6)
+    factor = float(meta.number("rope.scaling.factor", older, least=0, most=1e6))
     kind = str(meta.get("rope.scaling.type") or ("linear" if factor > 0 else "none"))
     if kind in ("linear", "yarn") and 0 < factor < 1:
         _unsupported(file, "positions that are not stretched the other way", f"rope.scaling.factor {factor:g}")
@@ -340,8 +375,8 @@ def _special(file: GgufFile, family: Family, config: dict[str, Any], meta: ArchM
         config.pop("sliding_window", None)
         config["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
     if family.model_type == "gemma2":
-        config.setdefault("attn_logit_softcapping", 50.0)
-        config.setdefault("final_logit_softcapping", 30.0)
+        for name, cap in (("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)):
+            config[name] = config.get(name, cap) or None  # 0: none
     if family.model_type == "llama":
         config["attention_bias"] = "blk.0.attn_output.bias" in file.tensors
         config["mlp_bias"] = "blk.0.ffn_down.bias" in file.tensors
