@@ -210,7 +210,7 @@ def load_mapped(
         model = skeleton(folder, stored=largest_dtype(checkpoint), trust_remote_code=trust_remote_code)
         stored = Stored(model, checkpoint)
         files = checkpoint.memory()
-        made = _convert(stored, Path(scratch or folder), files, progress)
+        made = _convert(stored, checkpoint, Path(scratch or folder), files, progress)
 
         def read(name: str, now: torch.Tensor) -> torch.Tensor | None:
             if name in made:
@@ -245,11 +245,13 @@ def _read(checkpoint: Checkpoint, name: str, now: torch.Tensor) -> torch.Tensor:
     return checkpoint.mapped(name)
 
 
-def _convert(stored: Stored, scratch: Path, files: list[MappedFile], progress: bool) -> set[str]:
+def _convert(
+    stored: Stored, checkpoint: Checkpoint, scratch: Path, files: list[MappedFile], progress: bool
+) -> set[str]:
     """Write parameters that transformers makes of other tensors to new mapped ``files``; returns their names. Raises
     ArtifactError: there is too little space.
     """
-    converted = {names[0]: names for names in stored.groups if stored.name(names[0]) in stored.checkpoint.converted}
+    converted = {names[0]: names for names in stored.groups if stored.name(names[0]) in checkpoint.converted}
     for name in bar(list(converted), "converted weights", progress and bool(converted)):
         spec = replace(stored.checked(name), dtype=now(stored.model, name).dtype)
         try:
@@ -262,6 +264,6 @@ def _convert(stored: Stored, scratch: Path, files: list[MappedFile], progress: b
         put(stored.model, converted[name], whole)
         for start in range(0, len(whole), step):
             part = whole[start : start + step]
-            part.copy_(stored.checkpoint.read(stored.name(name), (start, start + len(part))))
+            part.copy_(checkpoint.read(stored.name(name), (start, start + len(part))))
             files[-1].let_go(part)
     return set(converted)
