@@ -280,12 +280,13 @@ def _within(model: nn.Module, owner: str) -> Callable[[fx.Node], bool]:
     """Function that tells whether a node is computed within the owner's forward."""
     module = model.get_submodule(owner)
     names = [name for name, other in model.named_modules(remove_duplicate=False) if other is module]
+    whole = owner != "" and type(module) is type(model)  # then a frame of this class may be the model's
 
     def within(node: fx.Node) -> bool:
         for path, kind in (node.meta.get("nn_module_stack") or {}).values():
-            # after graph breaks, paths start at a submodule and are the ends of names
+            # after graph breaks, paths start at a submodule and are the ends of names; none is that of the whole model
             end = _plain_path(path)
-            fits = any(not end or f".{name}".endswith(f".{end}") for name in names)
+            fits = any(f".{name}".endswith(f".{end}") if end else not whole for name in names)
             if fits and (kind is type(module) or str(kind).endswith(type(module).__qualname__)):
                 return True
         return False

@@ -1,6 +1,7 @@
 """Choosing how an FFN of a model is replaced, without changing anything.
 
-The first strategy *seen* to compute the same on random input is chosen:
+The first strategy *seen* to compute the same on random input is chosen, if the code that it replaces does nothing
+before its first matmul and after its last one, at any length (:func:`_follow`):
 
 * **module**: the module that owns the FFN computes nothing else; its ``forward`` is replaced (Llama's ``mlp``).
 * **sequential**: the FFN is a sequence of modules inside a bigger block; the first linear computes all of it, the
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_pi2.base.modules import evaluating, has_hooks, hooks_inside, own_forward
 from torch_pi2.errors import StaleArtifactError, UnsupportedModelError
@@ -38,6 +40,12 @@ _log = logging.getLogger("torch_pi2")
 
 #: Batches and tokens of probes: several of each, to notice code that picks some out, and one alone.
 _PROBE_SHAPES = ((3, 17), (2, 5), (1, 1))
+#: Batches and tokens at which code is followed without numbers, to notice code for long or many sequences.
+_LENGTHS = ((3, 17), (1, 1), (2, 5040), (1, 8191), (300, 2))
+_MATMULS = frozenset(["mm", "addmm", "bmm", "mv", "addmv", "linear", "matmul"])
+#: Operations that change no number.
+_MOVES = {"view", "_unsafe_view", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", "alias", "detach"}
+_MOVES |= {"clone", "empty", "lift_fresh"}
 #: End of a reason: the strategy would silence a hook.
 _SILENT = "which would not run"
 #: An input ``[B, T, H]`` and the dense layer's result.
@@ -125,6 +133,7 @@ def _probes_of(site: FFNSite, weights: FFNWeights) -> list[Probe]:
         x_BTH = torch.randn((*shape, site.hidden), generator=generator)
         if number == 1:
             x_BTH *= token_magnitudes(weights.up.dtype, shape)
+        x_BTH[0, 3:4] = 0.0  # as padding may be
         x_BTH = x_BTH.to(weights.up.dtype)
         probes.append((x_BTH, dense_reference(site, weights, x_BTH)))
     return probes
@@ -145,7 +154,7 @@ def _by_module(model: nn.Module, site: FFNSite, ffn: Any, probes: Sequence[Probe
     if hooks := hooks_inside(site.owner, owner):
         return f"module: {hooks}, {_SILENT}"
     with evaluating(owner):
-        problem = _tried(owner.forward, probes, owner)
+        problem = _tried(owner.forward, probes, owner) or _follow(owner.forward, probes, site, owner)
     return f"module: {site.owner} {problem}" if problem else [Override(owner, getattr(ffn, "forward", None))]
 
 
@@ -176,7 +185,7 @@ def _by_sequence(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequen
         return h
 
     with evaluating(*modules):
-        problem = _tried(run, probes, *modules)
+        problem = _tried(run, probes, *modules) or _follow(run, probes, site, *modules)
     if problem:
         return f"sequential: {' -> '.join(names)} {problem}"
     overrides = [Override(modules[0], getattr(ffn, "forward_fused", None))]
@@ -215,7 +224,8 @@ def _by_lazy_tensors(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Se
         probe = (probe * token_magnitudes(w_OI.dtype, (1, 11))).to(w_OI.dtype)
         wanted = nn.functional.linear(probe, w_OI, parameters.get("bias"))
         with evaluating(module):
-            problem = _tried(module.forward, [(probe, wanted)], module)
+            tried = [(probe, wanted)]
+            problem = _tried(module.forward, tried, module) or _follow(module.forward, tried, site, module)
         if problem:
             return f"lazy: {type(module).__name__} is not a plain linear layer ({problem})"
     roles = [role for members in sources.values() for role in members]
@@ -292,6 +302,64 @@ def _tried(call: Any, probes: Sequence[Probe], *modules: nn.Module) -> str | Non
     with _as_it_was(*modules) as changed:
         problem = _runs_to(call, probes)
     return f"keeps something of each call ({changed[0]})" if changed and not problem else problem
+
+
+class _Operations(TorchDispatchMode):
+    """Lists the operations of code, without moves: name, numbers, and whether it adds a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__.rstrip("_")
+        whole = name == "slice" and result.shape == args[0].shape
+        wider = name == "_to_copy" and result.is_floating_point() and result.dtype.itemsize > args[0].dtype.itemsize
+        if name not in _MOVES and not whole and not wider:
+            bias = name == "add" and isinstance(args[1], nn.Parameter)
+            self.found.append((name, bias, *(arg for arg in args if isinstance(arg, int | float))))
+        return result
+
+    def around(self) -> list[str]:
+        """Operations before the first matmul and after the last, but for biases and products with a number."""
+        at = [index for index, (name, *_) in enumerate(self.found) if name in _MATMULS]
+        outer = [*self.found[: at[0]], *self.found[at[-1] + 1 :]] if at else self.found
+        return [name for name, bias, *numbers in outer if not bias and not (name == "mul" and numbers)]
+
+
+def _follow(call: Any, probes: Sequence[Probe], site: FFNSite, *modules: nn.Module) -> str | None:
+    """What ``call(x)`` does besides a feed-forward layer (or one matmul), which probes may miss; None: nothing.
+
+    Its operations, on ``meta``, must be the same for all lengths, and in training mode unless there is dropout.
+    """
+    if not probes:
+        return None
+    x = probes[0][0]
+    parts = dict.fromkeys(part for module in modules for part in module.modules())
+    kept = {part: (part._parameters, part.training) for part in parts}
+    some: list[_Operations] = []
+    try:
+        for part in parts:
+            held = {name: p for name, p in part._parameters.items() if p is not None}
+            shapes = {name: nn.Parameter(p.detach().to("meta"), False) for name, p in held.items()}
+            part.__dict__["_parameters"] = {**part._parameters, **shapes}
+        for shape in (*_LENGTHS, *([] if site.drops else _LENGTHS[:1])):
+            some.append(_Operations())
+            for part in parts:
+                part.training = len(some) > len(_LENGTHS)
+            with some[-1]:
+                call(torch.empty((*shape, x.shape[-1]), dtype=x.dtype, device="meta"))
+    except Exception as error:  # Python code that asks for numbers
+        return f"raises {type(error).__name__} where numbers are unknown"
+    finally:
+        for part, (parameters, training) in kept.items():
+            part.__dict__["_parameters"], part.training = parameters, training
+    if around := some[0].around():
+        return f"also computes {', '.join(dict.fromkeys(around))}"
+    if any(one.found != some[0].found for one in some[1:]):
+        return "computes something else at another length or in training mode"
+    return None
 
 
 @contextmanager

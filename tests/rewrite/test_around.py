@@ -1,0 +1,95 @@
+"""What code does around a feed-forward layer is heeded, however rarely it does something."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rewriting import close
+from tiny_models import HIDDEN, INTERMEDIATE, FunctionalBlock, plain
+from torch import nn
+
+import torch_pi2
+
+EXAMPLE = [(torch.randn(4, 16, HIDDEN, generator=torch.Generator().manual_seed(1)),)]
+
+
+def hostile_inputs() -> list[torch.Tensor]:
+    """Long and many sequences, and one with tokens of zeros."""
+    shapes = ((1, 300), (40, 3), (20, 40), (1, 57))
+    generator = torch.Generator().manual_seed(2)
+    inputs = [torch.randn(*shape, HIDDEN, generator=generator) for shape in shapes]
+    inputs[2][:, 30:] = 0.0
+    return inputs
+
+
+class Layer(nn.Module):
+    """``after(down(relu(up(before(x)))), x)``."""
+
+    def __init__(self, before: Callable[[Any], Any] | None = None, after: Callable[[Any, Any], Any] | None = None):
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, INTERMEDIATE), nn.Linear(INTERMEDIATE, HIDDEN)
+        self.before, self.after = before, after
+
+    def forward(self, x):
+        y = self.down(F.relu(self.up(x if self.before is None else self.before(x))))
+        return y if self.after is None else self.after(y, x)
+
+
+class Odd(nn.Linear):
+    """A linear layer that computes something else for later tokens."""
+
+    def forward(self, x):
+        return super().forward(x) * (torch.arange(x.shape[1], device=x.device) < 30)[:, None]
+
+
+class Chain(nn.Module):
+    def __init__(self, up: nn.Module, down: nn.Module) -> None:
+        super().__init__()
+        self.up, self.act, self.down = up, nn.ReLU(), down
+
+    def forward(self, x):
+        return x + self.down(self.act(self.up(x)))
+
+
+def assigned(y, x):
+    y = y.clone()
+    y[:, 30:] = 0
+    return y
+
+
+def long(y, x):
+    return y * 0.5 if x.shape[1] > 64 else y
+
+
+AROUND: dict[str, Callable[[], nn.Module]] = {
+    "zero tokens": lambda: Layer(after=lambda y, x: y * (x.abs().sum(-1, keepdim=True) > 0)),
+    "later tokens": lambda: Layer(after=lambda y, x: y * (torch.arange(x.shape[1]) < 30)[:, None].to(x.device)),
+    "later sequences": lambda: Layer(
+        after=lambda y, x: y * (torch.arange(x.shape[0]) < 16)[:, None, None].to(x.device)
+    ),
+    "where": lambda: Layer(after=lambda y, x: torch.where(x.abs().amax(-1, True) == 0, 1.0, y)),
+    "assigned": lambda: Layer(after=assigned),
+    "length in Python": lambda: Layer(after=long),
+    "one length": lambda: Layer(after=lambda y, x: y if x.shape[1] % 3 else y * 2),
+    "batch in Python": lambda: Layer(after=lambda y, x: -y if x.shape[0] > 16 else y),
+    "size as factor": lambda: Layer(after=lambda y, x: y * min(1, 30 / x.shape[1])),
+    "numbers in Python": lambda: Layer(after=lambda y, x: y + 1 if bool((x.abs().sum(-1) == 0).any()) else y),
+    "before": lambda: Layer(lambda x: x * (torch.arange(x.shape[1]) < 30)[:, None].to(x.device)),
+    "before, in Python": lambda: Layer(lambda x: x[:, :1].expand_as(x) if len(x) > 16 else x),
+    "down in a chain": lambda: Chain(nn.Linear(HIDDEN, INTERMEDIATE), Odd(INTERMEDIATE, HIDDEN)),
+    "up in a chain": lambda: Chain(Odd(HIDDEN, INTERMEDIATE), nn.Linear(INTERMEDIATE, HIDDEN)),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+@torch.no_grad()
+def test_what_is_done_around_a_layer_is_not_dropped(name: str) -> None:
+    model = plain(FunctionalBlock(), AROUND[name]())
+    wanted = [model(x.clone()) for x in hostile_inputs()]
+    torch_pi2.optimize(model, EXAMPLE, method="exact")
+    assert all(close(model(x.clone()), y) for x, y in zip(hostile_inputs(), wanted))
+    assert "0" in {layer.site.key for layer in model.torch_pi2.plan.layers}  # the other layer is sparse all the same
