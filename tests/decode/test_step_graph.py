@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import cProfile
 import gc
 import os
 import pickle
@@ -18,11 +19,15 @@ import pytest
 import torch
 from tiny_models import EXPECTED, tiny
 from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.gptj import modeling_gptj
+from transformers.models.llama import modeling_llama
 
 import torch_pi2
+from torch_pi2.base import progress
 from torch_pi2.decode import step_graph
 from torch_pi2.decode.decoder import Decoder
-from torch_pi2.decode.step_graph import GraphRunner, record
+from torch_pi2.decode.step_graph import GraphRunner, StepGraph, record
 from torch_pi2.errors import ArtifactError
 
 IDS = torch.arange(6)[None]
@@ -31,7 +36,7 @@ IDS = torch.arange(6)[None]
 def steps(decoder: Decoder, count: int = 14, first: int = 0) -> torch.Tensor:
     """Logits of some steps."""
     decoder.prompt(IDS)
-    return torch.stack([decoder.step(torch.tensor([[first + i]]))[0] for i in range(count)])
+    return torch.stack([decoder.step(torch.tensor([[(first + i) % 60]]))[0] for i in range(count)])
 
 
 def replay(decoder: Decoder, batch: int = 1) -> GraphRunner:
@@ -62,8 +67,9 @@ def test_calls_of_every_form_are_made_again() -> None:
         return y[..., :2, None].to(torch.float64).reshape(-1)
 
     ids = torch.tensor([[0, 1, 2]])
-    result, made = record(forward, ids)
-    assert made is not None
+    result, calls = record(forward, ids)
+    assert calls is not None
+    made = StepGraph(calls)
     for other in (ids, torch.tensor([[3, 1, 0]])):
         assert torch.equal(made(other), forward(other))
     assert result.dtype == torch.float64
@@ -96,7 +102,7 @@ def test_what_nobody_saw_depend_on_values_is_found_out() -> None:
     made = GraphRunner(forward, lambda: True)
     for i in range(14):
         assert torch.equal(made(IDS + i), (IDS + i) * 2 + 1)
-    assert not made._is_stable
+    assert not made.is_stable
 
 
 def test_a_call_that_fails_is_the_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +117,7 @@ def test_a_call_that_fails_is_the_forwards(monkeypatch: pytest.MonkeyPatch) -> N
     made = GraphRunner(forward, lambda: True)
     for _ in range(3):
         made(IDS)
-    assert made._is_stable
+    assert made.is_stable
     box["down"] = True
     assert torch.equal(made(IDS), weight[IDS])
     with pytest.raises(OSError, match="the model knows why"):
@@ -145,7 +151,7 @@ def test_replayed_steps_are_the_models_own(name: str, monkeypatch: pytest.Monkey
     model = tiny(name)
     decoder = Decoder(model, max_tokens=40, logits=True, compiled=False)
     assert torch.equal(steps(decoder), never_recorded(monkeypatch, model))
-    assert replay(decoder)._is_stable
+    assert replay(decoder).is_stable
     assert torch.equal(steps(decoder, first=9), never_recorded(monkeypatch, model, first=9))
 
 
@@ -163,9 +169,9 @@ def test_several_sequences_of_an_optimised_model_in_bfloat16(monkeypatch: pytest
 
     (plain, expected), (decoder, found) = answered(1000), answered(3)
     assert all(map(torch.equal, found, expected))
-    assert replay(decoder, 3)._is_stable
-    assert replay(decoder, 2)._is_stable
-    assert replay(plain, 3)._graph is None
+    assert replay(decoder, 3).is_stable
+    assert replay(decoder, 2).is_stable
+    assert not replay(plain, 3).is_stable
 
 
 def test_a_step_is_made_once() -> None:
@@ -173,7 +179,7 @@ def test_a_step_is_made_once() -> None:
     with torch_pi2.watch(model) as watched:
         decoder = Decoder(model, max_tokens=40, logits=True, compiled=False)
         steps(decoder, 14)
-    assert replay(decoder)._is_stable
+    assert replay(decoder).is_stable
     assert watched.tokens == 14 + IDS.shape[1]
 
 
@@ -190,7 +196,7 @@ def test_a_hook_that_comes_between_prompts_is_called(everywhere: bool) -> None:
     model, calls = tiny("llama-relu"), list[int]()
     decoder = Decoder(model, max_tokens=40, logits=True, compiled=False)
     steps(decoder)
-    assert replay(decoder)._is_stable
+    assert replay(decoder).is_stable
     if everywhere:
         hook = nn.modules.module.register_module_forward_hook(lambda *_: calls.append(1))
     else:
@@ -227,7 +233,7 @@ def test_over_a_store_errors_have_their_names(tmp_path: Path) -> None:
     model = torch_pi2.load(tmp_path / "store", budget="1GiB")
     decoder = Decoder(model, max_tokens=40, logits=True, compiled=False)
     steps(decoder)
-    assert replay(decoder)._is_stable
+    assert replay(decoder).is_stable
     torch_pi2.stats(model)["store"].close()
     with pytest.raises(ArtifactError, match="found a store that has been closed"):
         decoder.step(torch.tensor([[1]]))
@@ -265,8 +271,9 @@ CHANGES: dict[str, Callable[[Around], Any]] = {
 @pytest.mark.parametrize("what", CHANGES)
 def test_what_modules_hold_is_seen_between_prompts(what: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, layer = around(lambda y, x: y.function(x * y.scales[0] * y.by_name["a"] * y.factor))
-    decoder = Decoder(model, max_tokens=40, logits=True, compiled=compiled, backend="eager")
+    decoder = Decoder(model, max_tokens=40, logits=True, compiled=compiled, backend="eager", recorded=True)
     before = steps(decoder)
+    assert decoder._compiled_steps or replay(decoder).is_stable
     CHANGES[what](layer)
     found, expected = steps(decoder), never_recorded(monkeypatch, model)
     assert not torch.allclose(before, expected, atol=1e-4)
@@ -307,7 +314,7 @@ def test_what_a_prompt_changes_is_seen_by_the_steps_after_it(
 ) -> None:
     def answers(compiled: bool) -> torch.Tensor:
         model, _ = around(_grows)
-        decoder = Decoder(model, max_tokens=60, logits=True, compiled=compiled, backend="eager")
+        decoder = Decoder(model, max_tokens=60, logits=True, compiled=compiled, backend="eager", recorded=True)
         found = []
         for tokens in (6, 12):
             ids = IDS.repeat(1, tokens // 6)
@@ -345,17 +352,160 @@ def _by_numpy(_layer: Around, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("changes", [_counts, _follows, _by_size, _by_numpy])
 def test_models_with_python_of_their_own(changes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, layer = around(changes)
-    found = steps(Decoder(model, max_tokens=40, logits=True, compiled=False), 30)
+    found = steps(Decoder(model, max_tokens=40, logits=True, compiled=False, recorded=True), 30)
     layer.calls = 0
     layer.mean.zero_()
     assert torch.equal(found, never_recorded(monkeypatch, model, count=30))
+
+
+# --- code that changes ---
+
+
+def _scaled(factor: float) -> Callable[..., Any]:
+    """Makes a function whose first result is ``factor`` times that of another one."""
+
+    def changed(usual: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = usual(*args, **kwargs)
+            return (result[0] * factor, *result[1:]) if isinstance(result, tuple) else result * factor
+
+        return call
+
+    return changed
+
+
+class Settings:
+    factor = 1.0
+
+
+class Steered(modeling_llama.LlamaMLP):
+    """Code of a user, which reads what no module holds."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.settings.factor
+
+
+def _replaced(holder: Any, name: str, factor: float = 3.0) -> Callable[[Any, pytest.MonkeyPatch], None]:
+    return lambda _, patch: patch.setattr(holder, name, _scaled(factor)(getattr(holder, name)))
+
+
+def _registered(_: Any, patch: pytest.MonkeyPatch) -> None:
+    usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    patch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", _scaled(3.0)(usual))
+
+
+def _known_instead(_: Any, patch: pytest.MonkeyPatch) -> None:
+    """A function of transformers in place of another."""
+    patch.setattr(modeling_llama, "rotate_half", modeling_gptj.rotate_every_two)
+
+
+CODE: dict[str, Callable[[Any, pytest.MonkeyPatch], None]] = {
+    "a method of a class": _replaced(modeling_llama.LlamaRMSNorm, "forward"),
+    "a method of a base class": _replaced(nn.Linear, "forward"),
+    "a function of a module": _replaced(modeling_llama, "apply_rotary_pos_emb", 2.0),
+    "another function of transformers": _known_instead,
+    "PyTorch's attention": _replaced(torch.nn.functional, "scaled_dot_product_attention"),
+    "a registry": _registered,
+    "an attribute of a class": lambda _, patch: patch.setattr(Settings, "factor", 3.0),
+    "a module in place of another": lambda model, _: setattr(model.model.layers[1], "mlp", nn.Identity()),
+    "a field of a configuration": lambda model, _: model.set_attn_implementation("eager"),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("what", CODE)
+def test_other_code_is_heeded(what: str, within: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if what == "a field of a configuration" and within:
+        pytest.skip("it decides masks, too, and is heeded at the next prompt")
+    model: Any = tiny("llama-relu")
+    if what == "an attribute of a class":
+        model.model.layers[0].mlp.__class__ = Steered
+        model.model.layers[0].mlp.settings = Settings
+    decoder = Decoder(model, max_tokens=60, logits=True, compiled=compiled, backend="eager")
+    steps(decoder)
+    assert decoder._compiled_steps or replay(decoder).is_stable or what == "an attribute of a class"
+    if within:
+        decoder.prompt(IDS)
+        early = [decoder.step(torch.tensor([[i]]))[0] for i in range(14)]
+    with monkeypatch.context() as patch:
+        CODE[what](model, patch)
+        own = Decoder(model, max_tokens=60, logits=True, recorded=False)
+        if within:
+            found = torch.stack([decoder.step(torch.tensor([[i]]))[0] for i in range(14, 28)])
+            own._kv, own.lengths, own.cache = decoder._kv, list(decoder.lengths), decoder.cache
+            own.rollback(14)
+            expected = torch.stack([own.step(torch.tensor([[i]]))[0] for i in range(14, 28)])
+            assert not torch.allclose(found[0], early[-1], atol=1e-4)
+        else:
+            found, expected = steps(decoder), steps(own)
+    assert torch.allclose(found, expected, atol=1e-4)
+    again = steps(decoder)
+    if what not in ("a module in place of another", "a field of a configuration"):
+        assert not torch.allclose(again, found, atol=1e-4) or within  # and so it is when the change is undone
+    assert torch.allclose(again, never_recorded(monkeypatch, model), atol=1e-4)
+
+
+@pytest.mark.parametrize("recorded", [None, True])
+def test_what_nothing_compares_is_found_out_within_64_steps(
+    recorded: bool | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A variable of a user's function. It is heeded at once unless recording was asked for."""
+    factor = [1.0]
+    model, _ = around(lambda _, x: x * factor[0])
+
+    def answer(recorded: bool | None) -> list[torch.Tensor]:
+        decoder, found, factor[0] = (
+            Decoder(model, max_tokens=120, logits=True, compiled=False, recorded=recorded),
+            [],
+            1.0,
+        )
+        decoder.prompt(IDS)
+        for i in range(100):
+            factor[0] = 1.0 if i < 50 else 3.0
+            found.append(decoder.step(torch.tensor([[i % 60]]))[0])
+        return found
+
+    right = list(map(torch.equal, answer(recorded), answer(False)))
+    if recorded is None:
+        assert all(right)
+        return
+    assert all(right[:50])
+    assert not any(right[50:73])
+    assert "up to 63 steps before it were" in caplog.text
+
+
+def test_the_user_is_told_what_is_not_recorded(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "_said", set())
+    model, _ = around(lambda _, x: x * 2)
+    steps(Decoder(model, max_tokens=40, logits=True, compiled=False))
+    assert "Around.forward" in caplog.text
+    assert "recorded=True records them all the same" in caplog.text
+
+
+def test_recording_may_be_refused() -> None:
+    decoder = Decoder(tiny("llama-relu"), max_tokens=40, logits=True, recorded=False)
+    steps(decoder)
+    assert not replay(decoder).is_stable
+    assert not decoder._compiled_steps
+
+
+def test_a_profiler_sees_every_step() -> None:
+    decoder, profiler = Decoder(tiny("llama-relu"), max_tokens=40, logits=True, compiled=False), cProfile.Profile()
+    with profiler:
+        steps(decoder)
+    assert not replay(decoder).is_stable
+    steps(decoder)
+    assert replay(decoder).is_stable
 
 
 def test_recordings_leave_no_source_behind() -> None:
     before = len(torch.fx.graph_module._loader.eval_cache)
     decoder = Decoder(tiny("llama-relu"), max_tokens=40, compiled=False, logits=True)
     steps(decoder)
-    assert replay(decoder)._is_stable
+    assert replay(decoder).is_stable
     assert len(torch.fx.graph_module._loader.eval_cache) == before
 
 
@@ -408,7 +558,7 @@ def test_a_decoder_that_is_gone_keeps_nothing_alive(how: dict[str, Any]) -> None
     model = tiny("llama-relu")
     decoder = Decoder(model, max_tokens=40, logits=True, **how)
     steps(decoder)
-    assert decoder._compiled_steps or replay(decoder)._is_stable
+    assert decoder._compiled_steps or replay(decoder).is_stable
     held = weakref.ref(model), weakref.ref(model.get_input_embeddings().weight)
     del model, decoder
     gc.collect()

@@ -2,7 +2,7 @@
 
 Hugging Face's forward spends about 140 us per layer in Python, as long as a sparse layer of a small model takes.
 Therefore a step's calls are recorded and replayed (:mod:`torch_pi2.decode.step_graph`), or compiled; Inductor leaves
-our operators alone. Neither has guards: this class checks everything that guards would check.
+our operators alone. :mod:`torch_pi2.decode.guards` notices when a step would make other calls.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from torch_pi2.decode.chunked_prefill import (
     same_frequencies_up_to,
     takes_several_lengths,
 )
+from torch_pi2.decode.guards import Guards
 from torch_pi2.decode.kv_cache import KeyValues, cache_name
 from torch_pi2.decode.plan_controller import controller_of
 from torch_pi2.decode.sequence import not_finite
-from torch_pi2.decode.step_graph import Forward, GraphRunner, State, captured, on_device, record
+from torch_pi2.decode.step_graph import Forward, GraphRunner, StepGraph, captured, on_device, record, repeat
 from torch_pi2.distributed.pipeline_parallel import without_logits
 from torch_pi2.errors import ConfigError, DeviceError, DtypeError, ShapeError, UnsupportedModelError
 from torch_pi2.layers.gpu import device_of
@@ -92,10 +93,11 @@ class Decoder:
     Each step is one forward for all sequences, which reads the weights once. Sequences can be added (:meth:`add`) and
     dropped (:meth:`retain`) between steps; a model that follows a plan (:func:`torch_pi2.follow`) adapts to the number.
 
-    Between a prompt and the last step that continues it, the model must not be rewritten, moved, converted, replanned
-    or hooked: changes are noticed at the next prompt (never inside objects that modules hold, except lists and
-    mappings). New values in the same tensors are fine. A compiled model must not change itself in its steps (counters,
-    moving averages).
+    Steps are recorded if all code that runs in them is PyTorch's, transformers' or this package's. Between a prompt and
+    the last step that continues it, the model must not be moved or converted. Other changes are heeded from the next
+    step on: new values of tensors, other attributes of modules, lists, mappings, classes, functions and registries
+    (configurations: at the next prompt). So that nothing else goes unnoticed, the model itself makes the first step
+    after each prompt and every 64th, and their calls are compared with the recorded ones. Compiled steps are not.
 
     Args:
         model: a Hugging Face causal language model, dense or optimised, in evaluation mode; on the CPU, on a GPU, or
@@ -113,6 +115,9 @@ class Decoder:
             minute more to compile.
         logits: :meth:`prompt` and :meth:`step` return the logits ``[B, V]`` of the next token, for sampling, instead of
             the most likely token.
+        recorded: record steps also if they run other code, such as a model's own file. This is right only if that code
+            makes the same calls in every step: its counters, random numbers and branches keep the values that they had
+            when it was recorded. False: record and compile nothing. None: record known code.
         chunk_tokens: read longer prompts in equal chunks of at most this many tokens. This limits the memory for
             activations, and keeps them in the CPU's caches. Feed-forward layers take the path of the whole prompt:
             lossless except for the rounding of PyTorch's products, and of ours in chunks of fewer than 12 tokens. 0:
@@ -149,6 +154,7 @@ class Decoder:
         compiled: bool = True,
         cpp_wrapper: bool = False,
         logits: bool = False,
+        recorded: bool | None = None,
         chunk_tokens: int = 0,
     ) -> None:
         settings = {name: value for name, value in locals().items() if name not in ("self", "model")}
@@ -170,7 +176,7 @@ class Decoder:
             )
         self.model, self.max_tokens, self.batch, self.rows = model, max_tokens, batch, batch
         self.lengths, self.logits, self.chunk_tokens = list[int](), logits, chunk_tokens
-        self.device, self.compiled = device_of(model), compiled
+        self.device, self.compiled, self.recorded = device_of(model), compiled and recorded is not False, recorded
         self._inspect_model()
         self._kv = KeyValues(model, max_tokens, batch, self.device)
         self.cache: Any = None
@@ -180,7 +186,7 @@ class Decoder:
         #: Compiled and recorded steps, by number of sequences, number of tokens, and whether it is a verifying pass.
         self._compiled_steps: dict[tuple[int, int, bool], Forward] = {}
         self._runners: dict[tuple[int, int, bool], GraphRunner] = {}
-        self._state: State | None = None
+        self._guards, self._compiles = Guards(any_code=recorded is True), self.compiled
         #: The row whose prompt :meth:`add` is reading, and its chunks.
         self._adding: int | None = None
         self._chunks: Generator[int] | None = None
@@ -501,12 +507,17 @@ class Decoder:
             check_coordinated(group)
         ids_BT = ids_BT.to(self.device, torch.int64).contiguous()  # compiled code would not notice another layout
         self._announce_batch(self.batch)
+        if (self._compiled_steps or any(r.is_stable for r in self._runners.values())) and not self._guards.hold(
+            self.model
+        ):
+            self._forget()
+            self._compiles = False  # until the next prompt: the model may change again
         try:
             with on_device(self.device), nullcontext() if group is None else group.together():
                 run = self._compiled_steps.get((self.batch, ids_BT.shape[1], of_each))
                 if run is not None:
                     result: torch.Tensor = run(ids_BT)
-                elif self.compiled:
+                elif self._compiles:
                     result = self._compile_and_run(ids_BT, of_each)
                 else:
                     result = self._runner(ids_BT, of_each)(ids_BT)
@@ -594,6 +605,7 @@ class Decoder:
     def detach(self) -> None:
         """:meth:`clear_cache`, and drop the reference to the model, which owns a pool of these; see :meth:`attach`."""
         self.clear_cache()
+        self._guards.rest()
         self._detached = weakref.ref(self.model)
         del self.model
 
@@ -685,14 +697,32 @@ class Decoder:
     # --- recording and compiling ---
 
     def _forget_changed(self) -> None:
-        """Drop recorded and compiled steps if the model has changed since the last prompt."""
-        before, self._state = self._state, State(self.model)
-        if self._state != before:
-            self._compiled_steps, self._runners = {}, {}
+        """Another answer begins: drop recorded and compiled steps if the model or its code has changed."""
+        retry = self._guards.unknown is not None
+        if not self._guards.renew(self.model):
+            self._forget()
+        self._compiles = self.compiled
+        for runner in self._runners.values():
+            runner.begin(retry)
+
+    def _forget(self) -> None:
+        self._compiled_steps = {}
+        for runner in self._runners.values():
+            runner.forget()
+
+    def _is_same(self) -> bool:
+        """Whether the model and its code are as they were, and the code is known. From now on as they are now."""
+        if self._guards.unknown is not None:
+            log_once(
+                f"steps of {type(self.model).__name__} are not recorded: they call {self._guards.unknown}, which is "
+                "not code of PyTorch, transformers or torch_pi2; Decoder(recorded=True) records them all the same"
+            )
+            return False
+        return self._guards.renew(self.model)
 
     def may_record(self) -> bool:
         """Whether replayed calls do all that a step does: no hooks see it, and no layer is divided with a GPU."""
-        return not (self._divided or self.is_hooked())
+        return not (self._divided or self.recorded is False or self.is_hooked())
 
     def _runner(self, ids_BT: torch.Tensor, of_each: bool) -> GraphRunner:
         key = self.batch, ids_BT.shape[1], of_each
@@ -701,8 +731,9 @@ class Decoder:
             self._runners[key] = GraphRunner(
                 lambda ids_BT: me()._forward(ids_BT, of_each),
                 lambda: me().may_record(),
-                lambda: State(me().model),
-                again=group_of(self.model) is None,
+                lambda: me()._guards.recording(),
+                lambda: me()._is_same(),
+                may_repeat=group_of(self.model) is None,
             )
         return self._runners[key]
 
@@ -726,8 +757,11 @@ class Decoder:
     def _compiled(self, ids_BT: torch.Tensor, of_each: bool) -> Forward | None:
         """A step compiled from its recorded calls; None: they cannot be recorded."""
         other_BT = (ids_BT + 1) % self.model.get_input_embeddings().num_embeddings  # type: ignore[operator]
-        before = State(self.model)
-        (_, first), (_, graph) = (record(lambda i: self._forward(i, of_each), ids) for ids in (other_BT, ids_BT))
-        if graph is None or first is None or not first.is_same(graph) or before != State(self.model):
+        self._guards.renew(self.model)
+        with self._guards.recording():
+            _, calls = record(lambda i: self._forward(i, of_each), other_BT)
+            if calls is None or not repeat(lambda i: self._forward(i, of_each), ids_BT, calls)[1]:
+                return None
+        if not self._is_same():
             return None
-        return graph.compiled(torch._dynamo.lookup_backend(self._backend), ids_BT, self.model)
+        return StepGraph(calls).compiled(torch._dynamo.lookup_backend(self._backend), ids_BT, self.model)

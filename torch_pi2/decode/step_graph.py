@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import operator
 import threading
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 
 from torch_pi2.base.offloaded import OffloadedParameter
 from torch_pi2.base.progress import log_once
-from torch_pi2.decode.attention import NAME
+from torch_pi2.decode.guards import PLAIN
 from torch_pi2.layers.gpu import on_gpu
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
@@ -39,16 +39,12 @@ _lock = threading.Lock()
 _FACTS = {"size", "dim", "ndimension", "stride", "numel", "nelement", "element_size", "storage_offset", "data_ptr"}
 _FACTS |= {"is_contiguous", "is_floating_point", "is_complex", "is_inference", "is_same_size", "is_set_to", "_is_view"}
 _FACTS |= {"__len__", "__hash__", "get_device", "type", "result_type"}
-#: Types of arguments besides tensors. No subclasses: generated code has no name for numpy's numbers.
-_PLAIN = {bool, int, float, complex, str, type(None), type(...)}
-_PLAIN |= {torch.dtype, torch.device, torch.layout, torch.memory_format}
 #: Calls whose results have a size that depends on values.
 _SIZED_BY_VALUES = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount"}
-#: Longer lists and mappings of a module are not compared (:class:`State`).
-_COMPARED = 1000
-
-#: Steps before one is recorded, which takes about as long as ten.
+#: Steps before one is recorded.
 _BEFORE = 8
+#: The model's own code makes every so many steps, and its calls are compared with the recorded ones.
+_COMPARED_STEPS = 64
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
@@ -83,20 +79,67 @@ def captured(run: Forward, ids_BT: torch.Tensor) -> Forward:
     return replay
 
 
-class StepGraph:
-    """The calls of a step, as a graph over the ids and the tensors that existed before.
+class _Ref:
+    """A tensor of a step, in its calls. ``like``: size, stride, dtype and device."""
 
-    Args:
-        graph: its first placeholder is the ids. inputs: tensors for the other placeholders, in order. seen: nodes with
-            size, stride, dtype and device of their results.
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.like = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+@dataclass
+class Calls:
+    """The calls of a step.
+
+    Attributes:
+        inputs: the ids, then the tensors that existed before and are the same in every step, each with its name here.
+        made: function, arguments and results of each call, with names in place of tensors. result: of the step.
+    """
+
+    inputs: list[tuple[torch.Tensor, _Ref]]
+    made: list[tuple[Any, Any, Any, Any]]
+    result: _Ref
+
+    def graph(self) -> tuple[fx.Graph, list[tuple[fx.Node, _Ref]]]:
+        """As a graph over the inputs, and its tensors."""
+        graph, nodes, seen = fx.Graph(), dict[_Ref, fx.Node](), list[tuple[fx.Node, _Ref]]()
+
+        def bind(made: Any, node: fx.Node) -> None:
+            if isinstance(made, _Ref):
+                nodes[made] = node
+                seen.append((node, made))
+            elif made is not None:
+                for i, part in enumerate(made):
+                    bind(part, graph.call_function(operator.getitem, (node, i)))
+
+        for i, (_, ref) in enumerate(self.inputs):
+            bind(ref, graph.placeholder(f"input_{i}" if i else "ids_BT"))
+        for func, *given, made in self.made:
+            args, kwargs = fx.node.map_aggregate(given, lambda leaf: nodes[leaf] if isinstance(leaf, _Ref) else leaf)
+            name = getattr(func, "__name__", "")
+            if name == "__get__":
+                node = graph.call_function(getattr, (args[0], func.__self__.__name__))
+            elif name in ("__getitem__", "__setitem__"):
+                node = graph.call_function(getattr(operator, name.strip("_")), tuple(args), kwargs)
+            elif getattr(torch.Tensor, name, None) is func:
+                node = graph.call_method(name, tuple(args), kwargs)
+            else:
+                node = graph.call_function(func, tuple(args), kwargs)
+            bind(made, node)
+        graph.output((nodes[self.result],))
+        return graph, seen
+
+
+class StepGraph:
+    """The calls of a step as code, which runs for other ids.
 
     Attributes:
         inputs: tensors that are the same in every step.
     """
 
-    def __init__(self, graph: fx.Graph, inputs: Sequence[torch.Tensor], seen: Sequence[tuple[fx.Node, Any]]) -> None:
-        self.inputs, self._seen, self._graph = list(inputs), seen, graph
-        code = graph.python_code("self")  # a GraphModule would leave a copy in caches that are never emptied
+    def __init__(self, calls: Calls) -> None:
+        self._calls, self.inputs = calls, [tensor for tensor, _ in calls.inputs[1:]]
+        self._graph, self._seen = calls.graph()
+        code = self._graph.python_code("self")  # a GraphModule would leave a copy in caches that are never emptied
         names = dict(code.globals)
         exec(compile(code.src, "<recorded step>", "exec"), names)
         self._code: Callable[..., Any] = names["forward"]
@@ -105,19 +148,12 @@ class StepGraph:
         result: torch.Tensor = self._code(None, ids_BT, *self.inputs)[0]
         return result
 
-    def is_same(self, other: StepGraph) -> bool:
-        """Whether ``other`` has the same calls, with the same constants and on the same tensors."""
-        calls, others = (
-            [(node.op, node.target, repr(node.args), repr(node.kwargs)) for node in made._graph.nodes]
-            for made in (self, other)
-        )
-        return calls == others and list(map(id, self.inputs)) == list(map(id, other.inputs))
-
     def compiled(self, backend: Callable[..., Any], ids_BT: torch.Tensor, model: nn.Module) -> Forward:
         """The graph compiled by ``backend`` of ``torch.compile``."""
         mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
         with mode:
-            for node, (size, stride, dtype, device) in self._seen:
+            for node, ref in self._seen:
+                size, stride, dtype, device = ref.like
                 node.meta["example_value"] = torch.empty_strided(size, stride, dtype=dtype, device=device)
         module = fx.GraphModule({}, self._graph)
         inputs, names = self.inputs, {id(tensor): name for name, tensor in tensors_of(model)}
@@ -129,7 +165,7 @@ class StepGraph:
         return lambda ids_BT: code(ids_BT, *inputs)[0]
 
 
-def record(forward: Forward, ids_BT: torch.Tensor) -> tuple[torch.Tensor, StepGraph | None]:
+def record(forward: Forward, ids_BT: torch.Tensor) -> tuple[torch.Tensor, Calls | None]:
     """The result of ``forward`` and its calls; None in place of these if the next step may make other calls."""
     recorder = _Recorder(ids_BT)
     with recorder:
@@ -137,61 +173,102 @@ def record(forward: Forward, ids_BT: torch.Tensor) -> tuple[torch.Tensor, StepGr
     return result, recorder.end(result)
 
 
+def repeat(forward: Forward, ids_BT: torch.Tensor, calls: Calls) -> tuple[torch.Tensor, bool]:
+    """The result of ``forward``, and whether it makes ``calls``, with the same constants and on the same tensors."""
+    comparer = _Comparer(ids_BT, calls)
+    with comparer:
+        result = forward(ids_BT)
+    return result, comparer.end(result)
+
+
 class GraphRunner:
-    """Runs steps of one shape: at first ``forward``, then two recordings, and from then on the recorded calls.
+    """Runs steps of one shape: at first ``forward``, then a recorded step, and after one that makes the same calls
+    the recorded calls. The first step after :meth:`begin`, and every 64th, is compared again.
 
     Args:
         may_record: called before each recording; False if hooks have to see every step.
-        state: must be equal before and after each recording, or later steps may make other calls.
-        again: whether ``forward`` may repeat a step whose recorded calls fail. Other processes would not repeat it.
+        recording: entered while a step is recorded or compared.
+        same: whether the model and its code are as they were. Called after a recorded step; before it, it may refer
+            to the state of the model then.
+        may_repeat: whether ``forward`` may repeat a step whose recorded calls fail, which other processes would not.
     """
 
     def __init__(
         self,
         forward: Forward,
         may_record: Callable[[], bool],
-        state: Callable[[], object] = lambda: None,
-        again: bool = True,
+        recording: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        same: Callable[[], bool] = lambda: True,
+        may_repeat: bool = True,
     ) -> None:
-        self._may_repeat = again
-        self._forward, self._may_record, self._state = forward, may_record, state
-        self._wait, self._is_stable = _BEFORE, False
-        self._graph: StepGraph | None = None
+        self._may_repeat, self._recording, self._same = may_repeat, recording, same
+        self._forward, self._may_record = forward, may_record
+        self._wait, self._replayed, self._left = _BEFORE, 0, 0
+        self._calls: Calls | None = None
         self._run: Forward | None = None
 
+    @property
+    def is_stable(self) -> bool:
+        return self._run is not None
+
+    def begin(self, retry: bool = False) -> None:
+        """Another answer begins. ``retry``: record even if that was given up before."""
+        self._replayed = self._left = 0
+        self._wait = _BEFORE if retry and self._run is None else self._wait
+
+    def forget(self) -> None:
+        """The model has changed."""
+        self._calls = self._run = None
+        self._wait = _BEFORE
+
     def __call__(self, ids_BT: torch.Tensor) -> torch.Tensor:
-        if not self._is_stable:
+        if self._run is None:
             return self._observe(ids_BT)
-        assert self._graph is not None
+        if not self._left:
+            return self._compare(ids_BT)
         try:
-            if self._run is None:
-                self._run = captured(self._graph, ids_BT)
-            return self._run(ids_BT)
+            result = self._run(ids_BT)
         except Exception:
             if not self._may_repeat:
                 raise
             result = self._forward(ids_BT)  # raises an error that explains it, if the step itself is wrong
-            self._is_stable, self._graph, self._run = False, None, None
+            self.forget()
             return result
+        self._left, self._replayed = self._left - 1, self._replayed + 1
+        return result
 
     def _observe(self, ids_BT: torch.Tensor) -> torch.Tensor:
-        """Run ``forward``, recording it if it is time to. Two equal recordings stand for all later steps."""
+        """Run ``forward``, recording it if it is time to. A second one with equal calls stands for all later steps."""
         self._wait -= self._wait > 0
         if self._wait or not self._may_record():
             return self._forward(ids_BT)
-        self._wait, first, before = -1, self._graph, self._state()
+        if self._calls is not None:
+            return self._compare(ids_BT)
+        self._wait = -1
+        self._same()  # as the model is now
         try:
-            result, self._graph = record(self._forward, ids_BT)
+            with self._recording():
+                result, calls = record(self._forward, ids_BT)
         except torch.OutOfMemoryError:  # of a GPU: recording keeps all that is between
-            self._graph = None
             return self._forward(ids_BT)
-        again = self._graph is not None and before == self._state()
-        if first is None and again:
-            self._wait = 0  # the next one is the second
-        else:
-            both = again and first is not None and self._graph is not None
-            self._is_stable = both and first.is_same(self._graph)  # type: ignore[union-attr, arg-type]
-            self._graph = self._graph if self._is_stable else None
+        if calls is not None and self._same():
+            self._calls, self._wait = calls, 0  # the next one is compared
+        return result
+
+    def _compare(self, ids_BT: torch.Tensor) -> torch.Tensor:
+        assert self._calls is not None
+        with self._recording():
+            result, equal = repeat(self._forward, ids_BT, self._calls)
+        if not (equal and self._same()):
+            if self._replayed:
+                log_once(
+                    f"a step of the model is not the one that was recorded, and up to {self._replayed} steps before "
+                    "it were: something that nobody could see has changed. Make a Decoder with recorded=False"
+                )
+            self._calls, self._run, self._wait = None, None, -1
+        elif self._run is None:
+            self._run = captured(StepGraph(self._calls), ids_BT)
+        self._left, self._replayed = _COMPARED_STEPS - 1, 0
         return result
 
 
@@ -202,83 +279,113 @@ class _NotRecorded(Exception):
 class _Recorder(TorchFunctionMode):
     def __init__(self, ids_BT: torch.Tensor) -> None:
         super().__init__()
-        self._graph, self._inputs = fx.Graph(), list[torch.Tensor]()
-        self._nodes: dict[int, fx.Node] = {}
-        self._alive: list[torch.Tensor] = []  # so that no other tensor gets the id of one of these
-        self._seen: list[tuple[fx.Node, Any]] = []
-        self._last: fx.Node | None = None  # placeholder
-        self._failed = False
-        self._node(ids_BT)
+        ids = _Ref(ids_BT)
+        self.calls = Calls([(ids_BT, ids)], [], ids)
+        self._refs: dict[int, _Ref] = {id(ids_BT): ids}
+        self._alive: list[torch.Tensor] = [ids_BT]  # so that no other tensor gets the id of one of these
+        self.failed = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not self._failed:
+        if not self.failed:
             try:
-                self._add(func, args, kwargs or {}, result)
+                if self._is_call(func, args, kwargs or {}, result):
+                    self._add(func, [self._named(value) for value in args], self._named(kwargs or {}), result)
             except _NotRecorded:
-                self._failed = True
+                self.failed = True
         return result
 
-    def end(self, result: torch.Tensor) -> StepGraph | None:
-        if self._failed or id(result) not in self._nodes:
+    def end(self, result: torch.Tensor) -> Calls | None:
+        if self.failed or id(result) not in self._refs:
             return None
-        self._graph.output((self._nodes[id(result)],))
-        return StepGraph(self._graph, self._inputs[1:], self._seen)
+        self.calls.result = self._refs[id(result)]
+        return self.calls
 
-    def _add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def _is_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
         name = getattr(func, "__name__", "")
-        changes = name == "__setitem__" or (result is None and _is_operator(func))
-        if not changes and not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)):
-            asked = any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args, kwargs)))
-            if asked and name != "__get__" and name not in _FACTS:
+        if not (name == "__setitem__" or (result is None and _is_operator(func)) or _has_tensors(result)):
+            if name != "__get__" and name not in _FACTS and _has_tensors((args, kwargs)):
                 raise _NotRecorded(name)
-            return
+            return False
         if _is_sized_by_values(name, args, kwargs):
             raise _NotRecorded(name)
-        args, kwargs = pytree.tree_map(self._argument, (args, kwargs))
-        if name == "__get__":
-            node = self._graph.call_function(getattr, (args[0], func.__self__.__name__))
-        elif name in ("__getitem__", "__setitem__"):
-            node = self._graph.call_function(getattr(operator, name.strip("_")), args, kwargs)
-        elif getattr(torch.Tensor, name, None) is func:
-            node = self._graph.call_method(name, args, kwargs)
-        else:
-            node = self._graph.call_function(func, args, kwargs)
-        self._found(result, node)
+        return True
 
-    def _found(self, result: Any, node: fx.Node) -> None:
+    def _add(self, func: Any, args: list[Any], kwargs: Any, result: Any) -> None:
+        self.calls.made.append((func, args, kwargs, self._made(result)))
+
+    def _made(self, result: Any) -> Any:
         if isinstance(result, torch.Tensor):
-            self._is(result, node)
-        elif isinstance(result, (tuple, list)):
-            for i, part in enumerate(result):
-                self._found(part, self._graph.call_function(operator.getitem, (node, i)))
+            return self._is(result, _Ref(result))
+        return tuple(map(self._made, result)) if isinstance(result, (tuple, list)) else None
 
-    def _is(self, tensor: torch.Tensor, node: fx.Node) -> None:
-        self._nodes[id(tensor)] = node
+    def _is(self, tensor: torch.Tensor, ref: _Ref) -> _Ref:
+        self._refs[id(tensor)] = ref
         self._alive.append(tensor)
-        self._seen.append((node, (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)))
+        return ref
 
-    def _argument(self, value: Any) -> Any:
+    def _named(self, value: Any) -> Any:
+        """``value`` with names in place of tensors."""
+        kind = type(value)
+        if kind in PLAIN:
+            return value
         if isinstance(value, torch.Tensor):
-            return self._nodes.get(id(value)) or self._node(value)
-        parts = (value.start, value.stop, value.step) if isinstance(value, slice) else (value,)
-        if not all(type(part) in _PLAIN for part in parts):
-            raise _NotRecorded(type(value).__name__)
-        return value
+            return self._refs.get(id(value)) or self._input(value)
+        if kind is tuple or kind is torch.Size:
+            return tuple(map(self._named, value))
+        if kind is list:
+            return list(map(self._named, value))
+        if kind is dict:
+            return {key: self._named(held) for key, held in value.items()}
+        if kind is slice and {type(value.start), type(value.stop), type(value.step)} <= PLAIN:
+            return value
+        raise _NotRecorded(kind.__name__)
 
-    def _node(self, tensor: torch.Tensor) -> fx.Node:
+    def _input(self, tensor: torch.Tensor) -> _Ref:
         if isinstance(tensor, OffloadedParameter):
             raise _NotRecorded("a tensor that is not there")
-        if self._last is None:
-            self._last = self._graph.placeholder("ids_BT")
-        else:
-            with self._graph.inserting_after(self._last):
-                self._last = self._graph.placeholder(f"input_{len(self._inputs)}")
-        self._inputs.append(tensor)
-        self._is(tensor, self._last)
-        return self._last
+        ref = self._is(tensor, _Ref(tensor))
+        self.calls.inputs.append((tensor, ref))
+        return ref
+
+
+class _Comparer(_Recorder):
+    """Compares calls with those of ``calls``."""
+
+    def __init__(self, ids_BT: torch.Tensor, calls: Calls) -> None:
+        super().__init__(ids_BT)
+        self._expected, self._next = calls, iter(calls.made)
+        self._refs = {id(tensor): ref for tensor, ref in calls.inputs[1:]} | {id(ids_BT): calls.inputs[0][1]}
+
+    def _add(self, func: Any, args: list[Any], kwargs: Any, result: Any) -> None:
+        called, given, named, made = next(self._next, (None, None, None, None))
+        if not (func == called and args == given and kwargs == named and self._matches(result, made)):
+            raise _NotRecorded("another call")
+
+    def _matches(self, result: Any, made: Any) -> bool:
+        if isinstance(result, torch.Tensor):
+            if not isinstance(made, _Ref):
+                return False
+            self._is(result, made)
+            return True
+        if isinstance(result, (tuple, list)) and isinstance(made, tuple):
+            return len(result) == len(made) and all(map(self._matches, result, made))
+        return made is None
+
+    def _input(self, tensor: torch.Tensor) -> _Ref:
+        raise _NotRecorded("another tensor")
+
+    def end(self, result: torch.Tensor) -> bool:  # type: ignore[override]
+        complete = next(self._next, None) is None and self._refs.get(id(result)) is self._expected.result
+        return complete and not self.failed
+
+
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(map(_has_tensors, value))
+    return any(map(_has_tensors, value.values())) if isinstance(value, dict) else isinstance(value, torch.Tensor)
 
 
 def _is_operator(func: Any) -> bool:
@@ -298,43 +405,6 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and buffers of ``model`` by name; a shared one has several names."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
-
-
-class State:
-    """A snapshot of everything that decides which calls a step makes, for comparison with an earlier one.
-
-    It covers the attributes of modules and their configurations: plain values, also in lists and mappings, and the
-    identity of modules, tensors, functions and hooks. The contents of other objects are not compared.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._alive: dict[int, Any] = {}  # weak references, as an id can be reused once its object is gone
-        parts: dict[int, Any] = {id(module): module for module in model.modules()}
-        for module in list(parts.values()):
-            parts |= {id(c): c for c in (vars(module).get("config"),) if hasattr(c, "__dict__")}
-        self._values: list[Any] = [self._value(vars(part)) for part in parts.values()]
-        general = vars(nn.modules.module)
-        self._values.append(self._value({k: v for k, v in general.items() if k.startswith("_global_forward")}))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, State) and self._values == other._values
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def _value(self, value: Any, depth: int = 0) -> Any:
-        if type(value) in _PLAIN:
-            return type(value).__name__, repr("sdpa" if value == NAME else value)  # a step may be running elsewhere
-        if isinstance(value, (dict, list, tuple, set, frozenset)) and depth < 4 and len(value) <= _COMPARED:
-            if isinstance(value, dict):
-                return [(repr(k), self._value(v, depth + 1)) for k, v in value.items()]
-            return [self._value(v, depth + 1) for v in value]
-        try:
-            known = weakref.ref(value)
-        except TypeError:
-            known = value
-        self._alive[id(known)] = known
-        # CUDA graphs hold addresses, and a tensor can get other memory without becoming another object
-        return (id(known), value.data_ptr()) if isinstance(value, torch.Tensor) and value.is_cuda else id(known)
 
 
 def _source(name: str, tensor: torch.Tensor) -> str:
