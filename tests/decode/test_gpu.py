@@ -83,14 +83,14 @@ def test_steps_of_a_divided_model_are_not_recorded() -> None:
     ids = decoder.prompt(IDS)
     for _ in range(14):
         ids = decoder.step(ids)
-    assert [replay._is_stable for replay in decoder._runners.values()] == [False]
+    assert [replay.is_stable for replay in decoder._runners.values()] == [False]
     with pytest.raises(ConfigError, match="compiled: expected a model that is on one device as a whole, found layers"):
         Decoder(model, max_tokens=40)
     whole(model)
     ids = decoder.prompt(IDS)
     for _ in range(14):
         ids = decoder.step(ids)
-    assert [replay._is_stable for replay in decoder._runners.values()] == [True]
+    assert [replay.is_stable for replay in decoder._runners.values()] == [True]
 
 
 def test_a_divided_model_answers_requests() -> None:
