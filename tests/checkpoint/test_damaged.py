@@ -4,12 +4,34 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from damage import content, damaged
+from hostile import HASH, write_sound
+from tiny_models import tiny
 
 import torch_pi2
-from torch_pi2.errors import StaleArtifactError
+from torch_pi2.base.tensorfile import TensorReader, add_checks
+from torch_pi2.errors import Pi2Error, StaleArtifactError
+from torch_pi2.export.manifest import Manifest
+from torch_pi2.fitting.resume import Losses, PredictorFiles
+from torch_pi2.machine.hardware import Hardware
+from torch_pi2.observe.accesses import Accesses
+from torch_pi2.predict.file import load_predictors
+from torch_pi2.predict.lowrank import LowRankRows
+from torch_pi2.profiling.samples import SampleFiles, collect_samples
+from torch_pi2.store.storefile import StoreReader
+from torch_pi2.store.weights import QuantizedWeights
+from torch_pi2.training.settings import ResumeInfo, SparsifySettings
+from torch_pi2.training.zeros import Measured
+from torch_pi2.types.method import PredictorCard
+from torch_pi2.types.plan import Plan
+from torch_pi2.types.stats import ActivationStats
+from torch_pi2.types.verdict import Verdict
 
 WRITTEN = Path(__file__).parents[1] / "data" / "written" / "2"
 
@@ -33,3 +55,113 @@ def test_names_of_a_plan_that_the_model_does_not_have(tmp_path: Path, way: tuple
     (folder / "pi2" / "plan.json").write_text(json.dumps(plan))
     with pytest.raises(StaleArtifactError, match=f"expected a model with {message}"):
         torch_pi2.load(folder)
+
+
+# --- each kind of file: damaged at random ---
+
+
+def _tensors(path: Path) -> Any:
+    """All of a file that is read tensor by tensor."""
+    kind = {"weights.safetensors": QuantizedWeights, "model.pi2": StoreReader}.get(path.name, TensorReader)
+    with kind(path) as file:
+        if isinstance(file, StoreReader):
+            file.verify()
+            return None
+        return {name: file.read(name) for name in file.specs}, file.metadata
+
+
+def _model(folder: Path) -> Any:
+    return torch_pi2.load(folder).state_dict()
+
+
+def _fit(folder: Path) -> Any:
+    files = PredictorFiles(folder, 32)
+    return files.find(4, 10, 0.9), Losses(folder)
+
+
+#: Kind -> file in a folder, and what is read of it.
+KINDS: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "plan": ("plan/plan.json", lambda p: Plan.load(p.parent)),
+    "orders": ("plan/plan.safetensors", lambda p: Plan.load(p.parent)),
+    "stats": ("stats/stats.safetensors", ActivationStats.load),
+    "predictors": ("predictors/predictors.safetensors", load_predictors),
+    "weights": ("weights/weights.safetensors", _tensors),
+    "store": ("store/model.pi2", _tensors),
+    "verdict": ("verdict/verdict.json", lambda p: Verdict.load(p.parent)),
+    "hardware": ("hardware/hardware.json", Hardware.load),
+    "accesses": ("accesses/accesses.safetensors", Accesses.load),
+    "model": ("model/model.safetensors", lambda p: _model(p.parent)),
+    "shard": ("shards/model-00001-of-00003.safetensors", lambda p: _model(p.parent)),
+    "index": ("shards/model.safetensors.index.json", lambda p: _model(p.parent)),
+    "plan of a model": ("model/pi2/plan.json", lambda p: _model(p.parents[1])),
+    "fit": ("fit/4-10-int4.safetensors", lambda p: _fit(p.parent)),
+    "calibration": ("fit/4-10-int4-0.9.json", lambda p: _fit(p.parent)),
+    "losses": ("fit/losses.json", lambda p: _fit(p.parent)),
+    "samples": ("samples/samples.json", lambda p: dict(SampleFiles(p.parent))),
+    "sampled": ("samples/0.x", lambda p: dict(SampleFiles(p.parent))),
+    "training": ("training/begun.json", lambda p: ResumeInfo.load(p.parent)),
+    "manifest": ("bundle/manifest.json", lambda p: Manifest.load(p.parent)),
+}
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("sound")
+    write_sound(root)
+    model = torch_pi2.optimize(tiny("llama-relu"))
+    torch_pi2.save(model, root / "model")
+    shutil.copytree(root / "model", root / "shards")
+    tiny("llama-relu").save_pretrained(root / "shards", max_shard_size="30KB")
+    (root / "shards" / "model.safetensors").unlink()
+    add_checks(root / "shards")
+    generator = torch.Generator().manual_seed(0)
+    low = LowRankRows.fitted(*(torch.randn(n, generator=generator) for n in ((4, 32), (48, 4), (48,))))
+    low.card = PredictorCard(0.9, 0.5, 0.2, 100, 0.1, 4, None)
+    (root / "fit").mkdir()
+    files = PredictorFiles(root / "fit", 32)
+    files.put(low, 10, None)
+    files.put(low, 10, 0.9)
+    Losses(root / "fit").next(lambda: (2.5, 0.25))
+    ids = torch.arange(128).view(4, 32) % 60
+    sites = [layer.site for layer in model.torch_pi2.plan.layers]
+    collect_samples(tiny("llama-relu"), ids, sites, 64, folder=root / "samples", progress=False)
+    measured = Measured(2.5, 0.5, {"a": 0.25})
+    ResumeInfo(SparsifySettings(), HASH, HASH, measured, measured).save(root / "training")
+    shutil.copytree(WRITTEN / "bundle", root / "bundle")
+    return root
+
+
+def check_damage(sound: Path, kind: str, count: int) -> None:
+    name, read = KINDS[kind]
+    path = sound / name
+    whole, wrong = path.read_bytes(), []
+    wanted = content(read(path))
+    for seed in range(count):
+        how, data = damaged(whole, seed)
+        path.write_bytes(data)
+        try:
+            found = content(read(path))
+        except Pi2Error:
+            continue
+        except Exception as raw:
+            wrong.append(f"{seed} {how}: {type(raw).__name__}: {str(raw)[:80]}")
+            continue
+        finally:
+            path.write_bytes(whole)
+        if found != wanted:
+            wrong.append(f"{seed} {how}: used")
+    assert not wrong, f"{len(wrong)} of {count}:\n" + "\n".join(wrong[:40])
+
+
+_SLOW = ("model", "shard", "index", "plan of a model")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in _SLOW])
+def test_damaged_files_are_not_used(sound: Path, kind: str) -> None:
+    check_damage(sound, kind, 18)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_300_damaged_files_are_not_used(sound: Path, kind: str) -> None:
+    check_damage(sound, kind, 300)

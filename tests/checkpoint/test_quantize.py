@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from by_hand import by_hand
 from safetensors.torch import load_file, save_file
 from tiny_models import BUILDERS, randomise, tiny
 from torch import nn
@@ -377,7 +378,7 @@ def test_metadata_of_another_model_is_refused(quantised: Path, tmp_path: Path, m
 def test_plans_of_other_models_are_refused(quantised: Path, tmp_path: Path) -> None:
     shutil.copytree(quantised, tmp_path / "out")
     path = tmp_path / "out" / "pi2" / "plan.json"
-    path.write_text(path.read_text().replace("layers.1.mlp.down_proj", "layers.7.mlp.down_proj"))
+    path.write_text(by_hand(path.read_text()).replace("layers.1.mlp.down_proj", "layers.7.mlp.down_proj"))
     for load in (torch_pi2.load, load_dense):
         with pytest.raises(StaleArtifactError, match=r"expected a model with a parameter model\.layers\.7"):
             load(tmp_path / "out")

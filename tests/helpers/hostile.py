@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_pi2.base.tensorfile import Spec, TensorWriter
+from torch_pi2.base.tensorfile import Spec, TensorWriter, metadata_check
 from torch_pi2.checkpoint.gguf.families import configuration
 from torch_pi2.checkpoint.gguf.source import GgufCheckpoint
 from torch_pi2.errors import Pi2Error
@@ -186,7 +186,7 @@ def split(data: bytes) -> tuple[dict[str, Any], bytes]:
     return json.loads(data[8 : 8 + length]), data[8 + length :]
 
 
-def joined(header: Any, data: bytes) -> bytes:
+def _joined(header: Any, data: bytes) -> bytes:
     text = dumps(header).encode(errors="surrogatepass")
     text += b" " * (-(8 + len(text)) % 4096)
     return len(text).to_bytes(8, "little") + text + data
@@ -205,9 +205,25 @@ def documents(name: str, sound: bytes) -> Iterator[tuple[str, Any, Callable[[Any
     if name == "gguf":
         return
     if target.texts is None:
-        yield "", json.loads(sound), lambda value: dumps(value).encode()
+        value = json.loads(sound)
+        value.pop("crc32c", None)  # what is wrong is to be seen without it, too
+        yield "", value, lambda value: dumps(value).encode()
         return
     header, data = split(sound)
+    if name == "store":
+        seal = header["__metadata__"]["metadata_check"]
+    else:  # as an earlier version or another tool wrote it
+        seal, meta = None, header.get("__metadata__", {})
+        meta.pop("checks", None), meta.pop("metadata_check", None)
+
+    def joined(header: Any, data: bytes) -> bytes:
+        """With the checksum of other metadata, so that what is wrong is seen without it."""
+        meta = header.get("__metadata__") if isinstance(header, dict) else None
+        texts = isinstance(meta, dict) and all(isinstance(text, str) for text in meta.values())
+        if seal is not None and texts and meta.get("metadata_check") == seal:
+            header = header | {"__metadata__": meta | {"metadata_check": metadata_check(meta)}}
+        return _joined(header, data)
+
     yield "header", header, lambda value: joined(value, data)
     for text in target.texts:
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_pi2.base.crc32c import crc32c
 from torch_pi2.export.store import TENSORS, Blob
 from torch_pi2.formats import FORMATS
 from torch_pi2.ops import ACTIVATIONS, load
-from torch_pi2.ops.crc32c import crc32c
 from torch_pi2.store.superblock import PAGE, LayerEntry, Superblock, superblock_bytes
 
 HASH = bytes(range(32))

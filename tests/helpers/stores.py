@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 import torch_pi2
-from torch_pi2.base.tensorfile import Spec, TensorWriter
-from torch_pi2.ops.crc32c import crc32c
+from torch_pi2.base.crc32c import crc32c
+from torch_pi2.base.tensorfile import Spec, TensorWriter, metadata_check
 from torch_pi2.store.weights import metadata, neuron_specs
 from torch_pi2.types.offload import OffloadConfig
 from torch_pi2.types.plan import LayerPlan, Plan
@@ -108,7 +108,10 @@ class Damaged:
     def rename(self, old: str, new: str) -> None:
         self.header[new] = self.header.pop(old)
 
-    def write(self, path: Path, pad: int = 4096) -> None:
+    def write(self, path: Path, pad: int = 4096, *, sealed: bool = True) -> None:
+        """``sealed``: with the checksum that its metadata have now."""
+        if sealed:
+            self.meta["metadata_check"] = metadata_check(self.meta)
         text = json.dumps(self.header, separators=(",", ":")).encode()  # no longer than it was
         text += b" " * (-(8 + len(text)) % pad)
         path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(self.data))

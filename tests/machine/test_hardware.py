@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from by_hand import by_hand
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -205,7 +206,7 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 
 
 def test_files_of_before_are_read() -> None:
-    data = json.loads(make().to_json()) | {"version": 1}
+    data = json.loads(by_hand(make().to_json())) | {"version": 1}
     assert data["accelerator"].pop("holds_rest") is False
     data |= {"cache_bytes": 1 << 24, "cached": None, "cached_glue": None, "glue": {}, "interference": {}}
     data["thread_factors"] = [{"threads": 1, "factor": 3.5}]
@@ -225,7 +226,7 @@ def test_files_of_before_are_read() -> None:
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damage_is_named(name: str) -> None:
-    data = json.loads(make().to_json())
+    data = json.loads(by_hand(make().to_json()))
     damage, message = DAMAGE[name]
     damage(data)
     with pytest.raises(ArtifactError) as raised:
@@ -234,7 +235,7 @@ def test_damage_is_named(name: str) -> None:
     assert raised.value.fix
 
 
-WHOLE = json.loads(HARDWARE.to_json())
+WHOLE = json.loads(by_hand(HARDWARE.to_json()))
 
 
 # --- what is asked for ---

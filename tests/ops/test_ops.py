@@ -12,6 +12,7 @@ import torch
 from drawn_layers import layer as make
 from operators import opcheck
 
+from torch_pi2.base import library as base_library
 from torch_pi2.errors import ConfigError, GradientError, LibraryMissingError, UnsupportedModelError
 from torch_pi2.observe import counters
 from torch_pi2.ops import ACTIVATIONS, library, load
@@ -292,15 +293,15 @@ def test_misspelt_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_missing_library_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "_LIBRARY", "libpi2_missing.so")
+    monkeypatch.setattr(base_library, "_LIBRARY", "libpi2_missing.so")
     with pytest.raises(LibraryMissingError, match=r"libpi2_missing\.so.*no such file.*make install"):
-        library.library_path()
+        base_library.library_path()
 
 
 def test_broken_library_says_what_failed(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     broken = tmp_path / "libpi2_torch.so"
     broken.write_bytes(b"not a library")
-    monkeypatch.setattr(library, "library_path", lambda: broken)
+    monkeypatch.setattr(base_library, "library_path", lambda: broken)
     monkeypatch.setattr(library, "_fragment", None)
     with pytest.raises(LibraryMissingError, match=r"(file too short|invalid ELF).*Build it again"):
         library.load()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_pi2.ops.library import library_path
+from torch_pi2.base.library import library_path
 
 LIBRARIES = library_path().parent
 RUNNER = Path(__file__).parents[2] / "build" / "runner" / "pi2"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from torch_pi2.base import library
 from torch_pi2.errors import LibraryMissingError
-from torch_pi2.ops import library
 
 REPO = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())

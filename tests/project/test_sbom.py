@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from torch_pi2.ops.library import library_path
+from torch_pi2.base.library import library_path
 
 ROOT = Path(__file__).parents[2]
 LIBRARIES = library_path().parent

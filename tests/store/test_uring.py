@@ -13,9 +13,9 @@ from sandbox import run_without_uring
 from torch import nn
 
 import torch_pi2
+from torch_pi2.base.library import library_path
 from torch_pi2.errors import ConfigError
 from torch_pi2.layers.offloaded import OffloadedFFN, Store
-from torch_pi2.ops.library import library_path
 from torch_pi2.types.offload import OffloadConfig
 
 IDS = torch.arange(1, 13).reshape(1, 12)

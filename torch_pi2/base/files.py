@@ -7,6 +7,7 @@ the lock and removes the rest.
 
 from __future__ import annotations
 
+import difflib
 import errno
 import fcntl
 import json
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 
+from torch_pi2.base.crc32c import continue_crc32c
 from torch_pi2.base.fields import shown
 from torch_pi2.base.reading import parse, read_bytes
 from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
@@ -316,27 +318,6 @@ def _swap_in(staging: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def atomic_folder_files(folder: str | Path, files: Mapping[str, str | bytes | tuple[Tensors, dict[str, str]]]) -> None:
-    """Write several files into ``folder``, each atomically; a tensor entry is ``(tensors, metadata)``."""
-    from safetensors.torch import save
-
-    for name, content in files.items():
-        if isinstance(content, tuple):
-            tensors, metadata = content
-            content = _in_order(save({k: v.contiguous() for k, v in tensors.items()}, metadata=metadata))
-        atomic_write(Path(folder) / name, content)
-
-
-def _in_order(data: bytes) -> bytes:
-    """A safetensors file with its metadata sorted, since the library's order varies."""
-    size = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:size])
-    header["__metadata__"] = dict(sorted(header.get("__metadata__", {}).items()))
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return b"".join((len(text).to_bytes(8, "little"), text, memoryview(data)[size:]))
-
-
 def read_text(path: str | Path) -> str:
     """The text of one of our JSON files. Raises ArtifactError: missing, not a regular file, or not text."""
     data = read_bytes(path)
@@ -348,9 +329,22 @@ def read_text(path: str | Path) -> str:
         ) from error
 
 
-def parse_json(text: str, where: str | Path, format_name: str, *versions: int) -> dict[str, Any]:
-    """The content of our JSON file ``where``, with ``format`` and ``version`` checked; ``versions``: supported ones,
-    the current one last.
+def json_text(format_name: str, version: int, fields: Mapping[str, Any], *, indent: int | None = 1) -> str:
+    """The text of a JSON file of ours, with the checksum of its content in ``crc32c``."""
+    head = {"format": format_name, "version": version}
+    read = json.loads(json.dumps(head | dict(fields)))  # names that are numbers become text
+    return json.dumps(head | {"crc32c": _crc_of(read)} | dict(fields), indent=indent)
+
+
+def _crc_of(data: Mapping[str, Any]) -> str:
+    """CRC32C of the content, however it is laid out: of its JSON without spaces, with sorted names."""
+    return f"{continue_crc32c(0, json.dumps(data, sort_keys=True, separators=(',', ':')).encode()):08x}"
+
+
+def parse_json(text: str, where: str | Path, format_name: str, *versions: int, checked: bool = True) -> dict[str, Any]:
+    """The content of our JSON file ``where``, with ``format``, ``version`` and checksum checked; ``versions``:
+    supported ones, the current one last. Files of earlier versions have no checksum, nor those edited by hand.
+    ``checked=False``: the caller compares it.
     """
     data = parse(text, where)
     if not isinstance(data, dict):
@@ -359,6 +353,14 @@ def parse_json(text: str, where: str | Path, format_name: str, *versions: int) -
         found = " version ".join(shown(data.get(name)).strip("'") for name in ("format", "version"))
     if data.get("format") != format_name or type(data.get("version")) is not int or data["version"] not in versions:
         raise _of_another_version(where, format_name, versions[-1], found)
+    said = difflib.get_close_matches("crc32c", data, 1)  # its name may be damaged, too
+    if checked and said and data.pop(said[0]) != (crc := _crc_of(data)):
+        raise ArtifactError(
+            str(where),
+            expected="content that has the checksum in its field crc32c",
+            found=f"{crc}: it was edited or damaged",
+            fix="Make it again. If you edited it on purpose, remove the field crc32c: it is then used as it is.",
+        )
     return data
 
 

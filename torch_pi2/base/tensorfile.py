@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any, NoReturn, Self
 
 import torch
 
+from torch_pi2.base.crc32c import block_checks, check_bytes, continue_crc32c, crc32c
 from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.fields import shown
 from torch_pi2.base.files import claimed, not_written
@@ -40,6 +42,13 @@ DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "C64": torch.complex64,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -47,8 +56,8 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 ALIGNMENT = 4096
 #: Largest header that the safetensors library accepts.
 _MAX_HEADER = 100_000_000
-#: Bytes per system call: enough for full bandwidth, and for a smooth progress bar.
-_PIECE = 8 << 20
+#: Bytes read or written at a time, a multiple of ``BLOCK``: enough for full bandwidth, and for a smooth progress bar.
+PIECE = 8 << 20
 #: Bound on the numbers in a tensor, so that sizes in bytes fit into 63 bits.
 _LARGEST = 1 << 60
 _EXPECTED, _FIX = "a whole safetensors file", "Copy it again, or make it again."
@@ -90,8 +99,58 @@ def in_file_order(specs: Mapping[str, Spec]) -> list[str]:
     return sorted(specs, key=lambda name: -math.gcd(specs[name].nbytes, ALIGNMENT) if specs[name].nbytes else 0)
 
 
-#: Bytes per step when copying a tensor.
-_COPY_BYTES = 1 << 24
+def metadata_check(metadata: Mapping[str, str]) -> str:
+    """Checksum of a file's metadata, 8 hexadecimal digits: CRC32C of ``NAME NUL VALUE NUL`` in order of names.
+
+    It excludes itself and ``checks``, whose digits are all compared with data.
+    """
+    pairs = sorted((name, value) for name, value in metadata.items() if name not in ("checks", "metadata_check"))
+    text = "".join(f"{name}\0{value}\0" for name, value in pairs).encode(errors="surrogatepass")
+    return f"{continue_crc32c(0, text):08x}"
+
+
+def tensor_check(name: str, spec: Spec, blocks: list[torch.Tensor]) -> str:
+    """Checksum of a tensor other than neurons, 8 hexadecimal digits; ``blocks``: :func:`block_checks` of its bytes.
+
+    It is the CRC32C of several little-endian CRC32Cs: of name, dtype and shape as text, and of each ``BLOCK`` bytes. So
+    blocks can be checked in parallel, and a renamed tensor is detected.
+    """
+    text = torch.frombuffer(bytearray(f"{name} {spec}".encode(errors="surrogatepass")), dtype=torch.uint8)
+    parts = check_bytes(torch.cat([crc32c(text[None]), *blocks]))
+    return f"{int(crc32c(parts[None])[0]):08x}"
+
+
+def _header(
+    specs: Mapping[str, Spec], order: Iterable[str], metadata: Mapping[str, str], checks: Mapping[str, str]
+) -> dict[str, Any]:
+    """The header of a file of ``specs`` in ``order``, with ``checks`` of tensors and one of the metadata."""
+    made = {**metadata, "checks": json.dumps(dict(checks)), "metadata_check": metadata_check(metadata)}
+    header: dict[str, Any] = {"__metadata__": made}
+    end = 0
+    for name in order:
+        start, end = end, end + specs[name].nbytes
+        header[name] = {
+            "dtype": _NAMES[specs[name].dtype],
+            "shape": list(specs[name].shape),
+            "data_offsets": [start, end],
+        }
+    return header
+
+
+def _encoded(header: Mapping[str, Any]) -> bytes:
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def packed(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> list[bytes]:
+    """The pieces of a safetensors file of tensors in memory, with checksums."""
+    tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    specs = {name: Spec.of(tensor) for name, tensor in tensors.items()}
+    data = {name: tensor.reshape(-1).view(torch.uint8) for name, tensor in tensors.items()}
+    checks = {name: tensor_check(name, specs[name], [block_checks(data[name])]) for name in data}
+    order = in_file_order(specs)
+    return [_encoded(_header(specs, order, metadata, checks)), *(data[name].numpy().tobytes() for name in order)]
 
 
 class TensorWriter:
@@ -102,6 +161,7 @@ class TensorWriter:
         specs: all tensors of the file. metadata: strings by name.
         progress: a progress bar on standard error if it is a terminal and writing takes over two seconds.
         order: names in file order (default: :func:`in_file_order`).
+        checked: tensors with a checksum (default: all).
     """
 
     def __init__(
@@ -112,42 +172,29 @@ class TensorWriter:
         *,
         progress: bool = False,
         order: Sequence[str] | None = None,
+        checked: Iterable[str] | None = None,
     ) -> None:
-        self.path, self.specs = Path(path), dict(specs)
+        self.path, self.specs, self._metadata = Path(path), dict(specs), dict(metadata)
         self._claim = ExitStack()
-        header: dict[str, Any] = {"__metadata__": dict(metadata)}
-        self._entries = header
+        self._order = in_file_order(self.specs) if order is None else order
+        self._checks = dict.fromkeys(self._order if checked is None else checked, "0" * 8)
+        header = self._encoded()
+        self._data = len(header)
         self._start: dict[str, int] = {}
-        end = 0
-        for name in in_file_order(self.specs) if order is None else order:
-            spec = self.specs[name]
-            self._start[name] = end
-            header[name] = {
-                "dtype": _NAMES[spec.dtype],
-                "shape": list(spec.shape),
-                "data_offsets": [end, end + spec.nbytes],
-            }
-            end += spec.nbytes
-        self._header = self._encoded()
-        self._data = len(self._header)
+        self._total, self._progress = 0, progress
+        for name in self._order:
+            self._start[name] = self._total
+            self._total += self.specs[name].nbytes
         self._left = {name: spec.nbytes for name, spec in self.specs.items()}
-        self._total, self._progress = end, progress
         self._file = -1
 
     def _encoded(self) -> bytes:
-        text = json.dumps(self._entries, separators=(",", ":")).encode()
-        text += b" " * (-(8 + len(text)) % ALIGNMENT)
-        return len(text).to_bytes(8, "little") + text
+        return _encoded(_header(self.specs, self._order, self._metadata, self._checks))
 
     def set_metadata(self, name: str, value: str) -> None:
         """Replace a value by one of the same length that was not known at the beginning."""
-        self._entries["__metadata__"][name] = value
-        header = self._encoded()
-        assert len(header) == self._data
-        try:
-            self._pwrite(memoryview(header), 0)
-        except OSError as error:
-            raise not_written(self.path, error) from error
+        assert len(value) == len(self._metadata[name])
+        self._metadata[name] = value
 
     @property
     def file_bytes(self) -> int:
@@ -159,8 +206,8 @@ class TensorWriter:
 
     def __enter__(self) -> Self:
         try:
-            self._file = self._open()
-            self._pwrite(memoryview(self._header), 0)
+            self._temporary = self._claim.enter_context(claimed(self.path))
+            self._file = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except OSError as error:
             self._discard()
             raise not_written(self.path, error) from error
@@ -169,10 +216,6 @@ class TensorWriter:
             raise
         self._bar = bar(None, "write", self._progress, total=self._total, unit="B", unit_scale=True, delay=2)
         return self
-
-    def _open(self) -> int:
-        self._temporary = self._claim.enter_context(claimed(self.path))
-        return os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def write(self, name: str, tensor: torch.Tensor, *, row: int = 0) -> None:
         """Write ``tensor`` as ``name``, or as its rows from ``row`` on, with the declared dtype and row shape, once."""
@@ -193,14 +236,17 @@ class TensorWriter:
 
     def copy(self, name: str, source: str) -> None:
         """Copy tensor ``source``, which must be complete, to ``name``. Raises as :meth:`write`."""
-        size = self.specs[source].nbytes
-        file = os.open(self._temporary, os.O_RDONLY)
-        try:
-            for start in range(0, size, _COPY_BYTES):
-                data = bytearray(os.pread(file, min(_COPY_BYTES, size - start), self.offset(source) + start))
-                self.write_bytes(name, torch.frombuffer(data, dtype=torch.uint8), start)
-        finally:
-            os.close(file)
+        for at, data in self._pieces(source):
+            self.write_bytes(name, data, at)
+
+    def _pieces(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """The bytes of tensor ``name``, which must be complete, uint8, and where they begin."""
+        size = self.specs[name].nbytes
+        for at in range(0, size, PIECE):
+            data = torch.empty(min(PIECE, size - at), dtype=torch.uint8)
+            got = os.preadv(self._file, [bytes_of(data)], self.offset(name) + at)
+            assert got == len(data), f"{got} bytes of {name} at {at}"
+            yield at, data
 
     def _put(self, name: str, tensor: torch.Tensor, at: int) -> None:
         try:
@@ -214,7 +260,7 @@ class TensorWriter:
     def _pwrite(self, data: memoryview, offset: int) -> None:
         done = 0
         while done < len(data):
-            done += os.pwrite(self._file, data[done : done + _PIECE], offset + done)
+            done += os.pwrite(self._file, data[done : done + PIECE], offset + done)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -226,6 +272,10 @@ class TensorWriter:
             assert kind is not None, f"not or not wholly written: {', '.join(missing[:3])}"
             return
         try:
+            for name in self._checks:
+                blocks = [block_checks(data) for _, data in self._pieces(name)]
+                self._checks[name] = tensor_check(name, self.specs[name], blocks)
+            self._pwrite(memoryview(self._encoded()), 0)
             os.fsync(self._file)
             os.close(self._file)
             self._file = -1
@@ -245,15 +295,23 @@ class TensorWriter:
 class TensorReader:
     """A safetensors file: its checked header, and its tensors one at a time. Close it, or use it as a context manager.
 
+    Tensors with a checksum are compared with it when they are read, or first read in part.
+
     Attributes:
-        specs: shape and dtype of every tensor. metadata: strings by name.
+        specs: shape and dtype of every tensor. metadata: strings by name, without checksums.
+        checks: checksums by tensor; empty: the file was written by another tool or an earlier version.
     """
+
+    #: Whether all tensors have checksums, if any has.
+    all_checked = True
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._file = open_file(path, "a safetensors file")
         try:
             self.specs, self._start, self.metadata = self._read_header()
+            self.checks = self._read_checks()
+            self._unverified = set(self.checks)
         except OSError as error:
             self.close()
             self._damaged(str(error.strerror or error))
@@ -315,6 +373,43 @@ class TensorReader:
         specs = {name: spec for name, (spec, _, _) in entries.items()}
         return specs, {name: 8 + length + start for name, (_, start, _) in entries.items()}, metadata
 
+    def _read_checks(self) -> dict[str, str]:
+        said, check = (self.metadata.pop(name, None) for name in ("checks", "metadata_check"))
+        if said is None and check is None:
+            return {}
+        checks = parse(said or "", f"{self.path}, checks", fix=_FIX)
+        if (found := metadata_check(self.metadata)) != check:
+            self._damaged(f"metadata has checksum {found}, not {str(check)[:16]}")
+        if not isinstance(checks, dict) or (self.all_checked and checks.keys() != self.specs.keys()):
+            self._damaged("tensors are not those of checks")
+        return checks
+
+    def compare(self, name: str, blocks: list[torch.Tensor]) -> None:
+        """Raises ArtifactError: ``blocks``, checksums of tensor ``name`` as read, differ from those in the file."""
+        found = tensor_check(name, self.specs[name], blocks)
+        if found != self.checks[name]:
+            self._damaged(f"{name} has checksum {found}, not {str(self.checks[name])[:16]}")
+        self._unverified.discard(name)
+
+    def verify(self, progress: bool = False) -> int:
+        """Compare everything that has a checksum with it; returns the number of bytes."""
+        total = sum(self.specs[name].nbytes for name in self.checks)
+        with bar(None, "verify", progress, total=total, unit="B", unit_scale=True, delay=2) as shown:
+            for name in self.checks:
+                self.verify_tensor(name, shown.update)
+        return total
+
+    def verify_tensor(self, name: str, done: Callable[[int], object] = int) -> None:
+        """Compare tensor ``name`` with its checksum, a piece at a time; ``done`` gets numbers of bytes."""
+        size, blocks = self.specs[name].nbytes, []
+        buffer = torch.empty(min(PIECE, size), dtype=torch.uint8)
+        for at in range(0, size, PIECE):
+            data = buffer[: min(PIECE, size - at)]
+            self._fill(name, bytes_of(data), at)
+            blocks.append(block_checks(data))
+            done(len(data))
+        self.compare(name, blocks)
+
     def read(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
         """A copy of tensor ``name``, or of its rows ``[start, stop)``; large ones in huge pages."""
         spec = self.spec(name)
@@ -326,6 +421,8 @@ class TensorReader:
     def mapped(self, name: str) -> torch.Tensor:
         """Tensor ``name`` in place, in the mapped :attr:`memory`. Raises as :meth:`read`."""
         spec = self.spec(name)
+        if name in self._unverified:
+            self.verify_tensor(name)
         return self.memory.tensor(spec.shape, spec.dtype, self._start[name])
 
     @cached_property
@@ -367,14 +464,27 @@ class TensorReader:
         return self._start[name]
 
     def _read(self, name: str, data: memoryview, at: int) -> None:
+        whole = at == 0 and len(data) == self.specs[name].nbytes
+        if name in self._unverified and not whole:
+            self.verify_tensor(name)
+        blocks = []
+        for start in range(0, len(data), PIECE):
+            piece = data[start : start + PIECE]
+            self._fill(name, piece, at + start)
+            if name in self._unverified:
+                blocks.append(block_checks(torch.frombuffer(piece, dtype=torch.uint8)))
+        if name in self._unverified:
+            self.compare(name, blocks)
+
+    def _fill(self, name: str, data: memoryview, at: int) -> None:
         start, done = self._start[name] + at, 0
         while done < len(data):
             try:
-                got = os.preadv(self._file, [data[done : done + _PIECE]], start + done)
+                got = os.preadv(self._file, [data[done:]], start + done)
             except OSError as error:
                 self._damaged(f"{name}: {error.strerror or error}")
             if got == 0:
-                self._damaged(f"{name} ends after {done} of {len(data)} bytes")
+                self._damaged(f"{name} ends after {at + done} of {self.specs[name].nbytes} bytes")
             done += got
 
 
@@ -382,6 +492,32 @@ def read_tensors(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, s
     """Copies of all tensors, and the metadata, of a safetensors file. Raises ArtifactError."""
     with TensorReader(path) as file:
         return {name: file.read(name) for name in file.specs}, file.metadata
+
+
+def add_checks(folder: Path) -> None:
+    """Write the safetensors files in ``folder`` again, with checksums: other libraries do not make them."""
+    for path in folder.glob("*.safetensors"):
+        with TensorReader(path) as source:
+            order = sorted(source.specs, key=source.offset)
+            with TensorWriter(path, source.specs, source.metadata, order=order) as out:
+                for name in order:
+                    size = source.specs[name].nbytes
+                    for at in range(0, size, PIECE):
+                        out.write_bytes(name, source.read_bytes(name, at, min(at + PIECE, size)), at)
+
+
+@contextmanager
+def verifying(folder: Path) -> Iterator[None]:
+    """Compares the safetensors files in ``folder`` with their checksums, if they have any, while the block reads them
+    by other means. Raises ArtifactError: a damaged header before the block, other damage after it.
+    """
+    with ExitStack() as stack:
+        readers = [stack.enter_context(TensorReader(path)) for path in folder.glob("*.safetensors")]
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+        jobs = [pool.submit(reader.verify) for reader in readers if reader.checks]
+        yield
+        for job in jobs:
+            job.result()
 
 
 def _entry(name: str, value: Any) -> tuple[Spec, int, int]:

@@ -17,7 +17,6 @@ from torch_pi2.base.files import replacing_folder
 from torch_pi2.base.modules import fresh_settings
 from torch_pi2.base.package import __version__
 from torch_pi2.base.reading import parse, read_bytes
-from torch_pi2.base.tensorfile import TensorWriter
 from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.checkpoint.quantize import convert, copy_small_files
 from torch_pi2.distributed.shard_store import (
@@ -199,7 +198,7 @@ class _Packer:
         copy_small_files(self.whole, folder)
         with PartFiles(self.whole / PI2_FOLDER, () if self.inside else None) as beside:
             store = self._assembly(beside, shard)
-            out = TensorWriter(path, store.specs, store.metadata, progress=self.progress, order=list(store.specs))
+            out = store.writer(path, progress=self.progress)
             _check_space(folder, out.file_bytes)
             superblock = store.superblock(out)
             with out:

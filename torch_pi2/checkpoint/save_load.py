@@ -21,6 +21,7 @@ from torch_pi2.base.fields import checked, shown
 from torch_pi2.base.files import replacing_folder
 from torch_pi2.base.modules import fresh_settings
 from torch_pi2.base.offloaded import OffloadedParameter
+from torch_pi2.base.tensorfile import add_checks, verifying
 from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.checkpoint.gguf.importing import cached_import
 from torch_pi2.checkpoint.offloaded import load_offloaded
@@ -29,7 +30,7 @@ from torch_pi2.decode.hf_generate import attach
 from torch_pi2.decode.plan_controller import follow
 from torch_pi2.distributed.join import own_shard
 from torch_pi2.distributed.shard_store import refuse_shards
-from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError, UnsupportedModelError
+from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error, StaleArtifactError, UnsupportedModelError
 from torch_pi2.layers.of_model import homes
 from torch_pi2.predict.file import FittedPredictors, save_predictors
 from torch_pi2.rewrite.gpu import checked_memory, hot_on_gpu
@@ -110,6 +111,7 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
             from safetensors.torch import save_model
 
             save_model(model, str(staging / _WEIGHTS))
+        add_checks(staging)
         if tokenizer is not None:
             tokenizer.save_pretrained(staging)
         save_parts(parts, staging / PI2_FOLDER)
@@ -364,7 +366,8 @@ def _load_weights(model: nn.Module, path: Path) -> None:
     if not path.is_file():
         raise ArtifactError(str(path), expected="the model's weights", found="nothing", fix="Check the folder's name.")
     try:
-        load_model(model, str(path))
+        with verifying(path.parent):
+            load_model(model, str(path))
     except (SafetensorError, RuntimeError) as error:
         raise ArtifactError(
             str(path),
@@ -398,15 +401,16 @@ def _from_pretrained(folder: Path, settings: LoadSettings) -> nn.Module:
 
     try:
         model: nn.Module
-        model, loading = (named_class(config) or AutoModelForCausalLM).from_pretrained(
-            folder,
-            config=config,
-            trust_remote_code=trusted(folder, trust),
-            dtype=settings.dtype or "auto",
-            local_files_only=True,
-            output_loading_info=True,
-        )
-    except MemoryError:
+        with verifying(folder):
+            model, loading = (named_class(config) or AutoModelForCausalLM).from_pretrained(
+                folder,
+                config=config,
+                trust_remote_code=trusted(folder, trust),
+                dtype=settings.dtype or "auto",
+                local_files_only=True,
+                output_loading_info=True,
+            )
+    except (MemoryError, Pi2Error):
         raise
     except Exception as error:  # model classes raise anything
         of_file = isinstance(error, (OSError, SafetensorError)) and "trust_remote_code" not in str(error)

@@ -144,12 +144,13 @@ def _cpu() -> dict[str, Any]:
 def _library() -> dict[str, Any]:
     import torch
 
+    from torch_pi2.base.library import library_path
     from torch_pi2.ops import library
 
     try:
         library.load()
         tables, _, used = torch.ops.pi2.kernel_tables().partition(":")
-        path = str(library.library_path())
+        path = str(library_path())
     except LibraryMissingError as error:
         return {"loaded": False, "problem": str(error)}
     return {"loaded": True, "path": path, "kernels": used, "kernels_built": tables.split(",")}

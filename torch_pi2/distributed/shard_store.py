@@ -228,11 +228,6 @@ class ShardView:
         values = self._whole.read(name)[self._shard.layers[name.rpartition(".")[0]].positions()]
         return values.view(torch.uint8)[start:stop]
 
-    def compare(self, name: str, blocks: list[torch.Tensor]) -> None:
-        """See :meth:`StoreReader.compare`, for tensors that are copied unchanged."""
-        if isinstance(self._whole, StoreReader) and self.specs[name] == self._whole.specs[name]:
-            self._whole.compare(name, blocks)
-
 
 def refuse_shards(folder: Path, shard: Shard | None = None) -> None:
     """Raises ConfigError: ``folder`` has shards in it, or is ``shard``."""

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from torch_pi2.base.library import library_path
 from torch_pi2.base.package import how_to_install
 from torch_pi2.errors import (
     ArtifactError,
@@ -21,7 +22,6 @@ from torch_pi2.errors import (
     VersionError,
     parse_core_error,
 )
-from torch_pi2.ops.library import library_path
 
 #: The only supported version of ExecuTorch: its C++ interface changes in every version.
 EXECUTORCH = "1.5.1"

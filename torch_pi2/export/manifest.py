@@ -5,16 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
+from torch_pi2.base.crc32c import continue_crc32c, crc32c_of_file
 from torch_pi2.base.fields import Field, to_json
 from torch_pi2.base.files import atomic_write, parse_json, read_text
 from torch_pi2.base.progress import bar
 from torch_pi2.errors import ArtifactError
-from torch_pi2.ops.crc32c import continue_crc32c
 from torch_pi2.store.folder import CARD_FILE
 from torch_pi2.types.verdict import VERDICT_FILE
 
@@ -43,8 +43,6 @@ _PLACES = {
     "token_bytes": ("memory", "token_bytes"),
 }
 _FIX = "Use the torch_pi2 that wrote it, or export again."
-#: Bytes read at a time.
-_PIECE = 1 << 20
 #: The first line: the checksum of all following bytes.
 _FIRST_LINE = re.compile(rb'\{"crc32c": "([0-9a-f]{8})",\n')
 _TARGET = re.compile(r"xnnpack|qnn:[A-Za-z0-9]+")
@@ -62,21 +60,8 @@ class FileEntry:
     def of(cls, path: Path, progress: Any = None) -> FileEntry:
         """The entry of the file at ``path``; ``progress`` has ``update(bytes)``. Raises OSError."""
         digest = hashlib.sha256()
-        count, crc = _read(path, progress, digest.update)
+        count, crc = crc32c_of_file(path, progress, digest.update)
         return cls(count, crc, digest.hexdigest())
-
-
-def _read(path: Path, progress: Any = None, also: Callable[[bytes], object] = len) -> tuple[int, str]:
-    """Size and CRC32C of a file; ``also`` gets its pieces. Raises OSError."""
-    count, crc = 0, 0
-    with path.open("rb", buffering=0) as file:
-        while piece := file.read(_PIECE):
-            also(piece)
-            crc = continue_crc32c(crc, piece)
-            count += len(piece)
-            if progress is not None:
-                progress.update(len(piece))
-    return count, f"{crc:08x}"
 
 
 @dataclass(frozen=True)
@@ -213,7 +198,7 @@ class Manifest:
                 found="none in it" if Path(folder).is_dir() else "no such folder",
                 fix="Make one: torch-pi2 export MODEL --out BUNDLE.",
             )
-        manifest = cls.from_json(parse_json(read_text(path), path, FORMAT, VERSION), str(path))
+        manifest = cls.from_json(parse_json(read_text(path), path, FORMAT, VERSION, checked=False), str(path))
         if verify:
             _check_seal(path.read_bytes(), path)
         return manifest
@@ -308,7 +293,8 @@ def _check_file(path: Path, entry: FileEntry, what: str, progress: Any = None) -
                 )
                 raise differs(f"{entry.bytes} bytes", said)
             return
-        found = FileEntry.of(path, progress) if what == "all" else FileEntry(*_read(path, progress), entry.sha256)
+        whole = what == "all"
+        found = FileEntry.of(path, progress) if whole else FileEntry(*crc32c_of_file(path, progress), entry.sha256)
     except OSError as error:
         raise ArtifactError(
             str(path),

@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 
+from torch_pi2.base.crc32c import crc32c
 from torch_pi2.base.dtypes import format_name
 from torch_pi2.base.package import __version__
-from torch_pi2.base.tensorfile import Spec, TensorWriter
+from torch_pi2.base.tensorfile import Spec
 from torch_pi2.formats import formats_of
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
@@ -29,7 +30,6 @@ from torch_pi2.layers.of_model import SparseLayer, layers_of
 from torch_pi2.layers.offloaded import OffloadedFFN
 from torch_pi2.layers.prompt import PREDICTED_SHARE, PROMPT_TOKENS
 from torch_pi2.ops.activations import ACTIVATIONS, Shaped, shaped
-from torch_pi2.ops.crc32c import crc32c
 from torch_pi2.predict import tensors_among
 from torch_pi2.store.storefile import StoreReader, format_fields
 from torch_pi2.store.weights import metadata
@@ -196,7 +196,7 @@ def write_store(path: Path, homes: Sequence[SparseLayer], plan: Plan, *, progres
         opened = cache(lambda path: stack.enter_context(StoreReader(path)))
         made = [StoreLayer(ffn.site, ffn.n_hot, kinds[ffn.site.key], _reader(ffn, opened)) for ffn in layers]
         store = StoreAssembly(plan, made, groups, lambda name: others, weights, provenance)
-        out = TensorWriter(path, store.specs, store.metadata, progress=progress, order=list(store.specs))
+        out = store.writer(path, progress=progress)
         stack.enter_context(out)
         block = store.superblock(out)
         store.write(out, block)

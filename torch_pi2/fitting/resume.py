@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from torch_pi2.base.fields import MOST, Field, shown
-from torch_pi2.base.files import atomic_folder_files, atomic_write, locked, not_written, parse_json, read_text
-from torch_pi2.base.tensorfile import read_tensors
+from torch_pi2.base.files import atomic_write, json_text, locked, not_written, parse_json, read_text
+from torch_pi2.base.tensorfile import packed, read_tensors
 from torch_pi2.errors import ArtifactError, StaleArtifactError
 from torch_pi2.predict.file import read_threshold_and_card
 from torch_pi2.predict.lowrank import LowRankRows
@@ -56,7 +56,7 @@ class PredictorFiles(PredictorCache):
     def put(self, predictor: LowRankRows, steps: int, recall: float | None) -> LowRankRows:
         name = _name(predictor.rank, steps, recall)
         if recall is None:
-            atomic_folder_files(self._folder, {name: (predictor.tensors(), {})})
+            atomic_write(self._folder / name, packed(predictor.tensors(), {}))
         else:
             assert predictor.card is not None
             _write(self._folder / name, threshold=predictor.threshold, card=predictor.card.to_json())
@@ -93,7 +93,7 @@ def _name(rank: int, steps: int, recall: float | None) -> str:
 
 
 def _write(path: Path, **fields: Any) -> None:
-    atomic_write(path, json.dumps({"format": _FORMAT[0], "version": _FORMAT[1], **fields}) + "\n")
+    atomic_write(path, json_text(*_FORMAT, fields, indent=None) + "\n")
 
 
 @contextmanager

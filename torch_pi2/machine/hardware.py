@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_pi2.base.fields import from_json, limited, optional, to_json
-from torch_pi2.base.files import atomic_write, parse_json, read_text
+from torch_pi2.base.files import atomic_write, json_text, parse_json, read_text
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import FORMATS, GGML, formats_of
 from torch_pi2.machine.reads import FIX, Reads, check_reads, wrong
@@ -190,7 +190,7 @@ class Hardware:
 
     def to_json(self) -> str:
         """Text of a file, deterministic."""
-        return json.dumps({"format": FORMAT, "version": VERSION, **to_json(self)}, indent=1, sort_keys=True) + "\n"
+        return json_text(FORMAT, VERSION, dict(sorted(to_json(self).items()))) + "\n"
 
     @staticmethod
     def from_json(text: str, where: str = "hardware profile") -> Hardware:

@@ -18,7 +18,7 @@ from torch import nn
 from torch_pi2.base.fields import Field, checked
 from torch_pi2.base.files import atomic_write, check_writable
 from torch_pi2.base.reading import parse
-from torch_pi2.base.tensorfile import read_tensors
+from torch_pi2.base.tensorfile import packed, read_tensors
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.layers.offloaded import Store, explained
 from torch_pi2.observe.trace import Recording
@@ -92,8 +92,6 @@ class Accesses:
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file by atomic rename. Raises ArtifactError."""
-        from safetensors.torch import save
-
         metadata = {
             "format": FORMAT,
             "version": VERSION,
@@ -102,8 +100,7 @@ class Accesses:
             "stored": json.dumps([[s.key, s.neurons, s.cluster, s.read_bytes] for s in self.stored]),
             "run": json.dumps(self.run),
         }
-        tensors = {name: getattr(self, name).contiguous() for name in _DTYPES}
-        atomic_write(path, save(tensors, metadata=metadata))
+        atomic_write(path, packed({name: getattr(self, name) for name in _DTYPES}, metadata))
 
     @classmethod
     def load(cls, path: str | Path) -> Accesses:

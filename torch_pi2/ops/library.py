@@ -28,24 +28,21 @@ Operators, all under ``torch.ops.pi2``:
 from __future__ import annotations
 
 import os
-import sys
-import sysconfig
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from torch_pi2.base.library import load_library
 from torch_pi2.errors import ConfigError, GradientError, LibraryMissingError
 from torch_pi2.ops import attention, experts, linear  # noqa: F401 (they list their operators)
 from torch_pi2.ops.gpu import operators as gpu
 from torch_pi2.ops.operators import FAKES
 from torch_pi2.ops.quantize import dequantize
 
-_LIBRARY = "libpi2_torch.so"
 _lock = threading.Lock()
 _fragment: torch.library.Library | None = None
 _gathered_experts: Any = None
@@ -60,38 +57,6 @@ _ON_A_GPU: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-def check_platform(platform: str) -> None:
-    """Raises LibraryMissingError on a ``platform`` (as in ``sys``) that is not supported."""
-    if platform != "linux":
-        found = {"win32": "Windows", "darwin": "macOS"}.get(platform, platform)
-        raise LibraryMissingError(
-            "this platform",
-            expected="Linux (x86_64 or aarch64)",
-            found=f"{found}, which is not supported",
-            fix="On Windows use WSL 2 (wsl --install); on macOS a Linux container or machine.",
-        )
-
-
-def library_path(name: str | None = None) -> Path:
-    """A C++ library of this installation (wheel, or editable install beside site-packages); default: torch's.
-
-    Raises LibraryMissingError if it was not built, or the platform is not supported.
-    """
-    name = name or _LIBRARY
-    check_platform(sys.platform)
-    package = Path(__file__).resolve().parent.parent
-    places = [package / "_lib", Path(sysconfig.get_paths()["platlib"]) / "torch_pi2" / "_lib"]
-    for place in places:
-        if (place / name).is_file():
-            return place / name
-    raise LibraryMissingError(
-        f"the C++ library {name}",
-        expected=f"it in {' or '.join(map(str, places))}",
-        found="no such file",
-        fix="Run 'make install' in a checkout, or install torch first and then this package with pip.",
-    )
-
-
 def load() -> None:
     """Make ``torch.ops.pi2`` usable; later calls do nothing."""
     global _fragment, _gathered_experts
@@ -100,16 +65,7 @@ def load() -> None:
     with _lock:
         if _fragment is not None:
             return
-        path = library_path()
-        try:
-            torch.ops.load_library(str(path))
-        except OSError as error:
-            raise LibraryMissingError(
-                f"loading {path}",
-                expected="a library built for this machine and torch >= 2.10",
-                found=str(error.__cause__ or error),
-                fix="Build it again: 'make clean install' in a checkout.",
-            ) from error
+        path = load_library()
         _check_instruction_set()
         try:
             _fragment, _gathered_experts = _register_python_parts(), gpu.register_gathered_experts()

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import torch
 
 from torch_pi2.base.fields import MOST, Field, Limits
-from torch_pi2.base.files import atomic_folder_files, check_artifact
+from torch_pi2.base.files import atomic_write, check_artifact
 from torch_pi2.base.reading import parse
-from torch_pi2.base.tensorfile import read_tensors
+from torch_pi2.base.tensorfile import packed, read_tensors
 from torch_pi2.errors import ConfigError, StaleArtifactError
 from torch_pi2.predict import PREDICTORS, AnyPredictor
 from torch_pi2.types.method import PREDICTED, PredictorCard
@@ -101,8 +101,8 @@ def save_predictors(folder: str | Path, predictors: Mapping[str, AnyPredictor], 
         "predictors": json.dumps(entries),
         "report": json.dumps(None if report is None else report.to_json()),
     }
-    atomic_folder_files(folder, {PREDICTORS_FILE: (tensors, meta)})
-    return Path(folder) / PREDICTORS_FILE
+    atomic_write(path := Path(folder) / PREDICTORS_FILE, packed(tensors, meta))
+    return path
 
 
 def load_predictors(folder: str | Path, *, model_hash: str | None = None) -> FittedPredictors:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
@@ -14,9 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_pi2.base.crc32c import crc32c_of_file
 from torch_pi2.base.dtypes import DTYPES, dtype_name
-from torch_pi2.base.fields import Field
-from torch_pi2.base.files import atomic_write, not_written, parse_json, read_text
+from torch_pi2.base.fields import Field, shown
+from torch_pi2.base.files import atomic_write, json_text, not_written, parse_json, read_text
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.graph.routed import chosen_shares
 from torch_pi2.profiling.data import batches
@@ -94,14 +94,22 @@ class _Collector:
 
     def entry(self) -> dict[str, Any]:
         sizes = {"hidden": self.site.hidden, "intermediate": self.site.intermediate}
-        return {"rows": self.count, "dtype": dtype_name(self.dtype), **sizes}
+        files = {part: file for part in ("x", "fired") if self._path and (file := _file(self._path, part)).exists()}
+        crcs = {part: crc32c_of_file(file)[1] for part, file in files.items()}
+        return {"rows": self.count, "dtype": dtype_name(self.dtype), **sizes, "crc32c": crcs}
+
+
+def _file(path: Path, part: str) -> Path:
+    return path.with_name(f"{path.name}.{part}")
 
 
 def _rows_in(
-    path: Path, part: str, rows: int, width: int, dtype: torch.dtype, *, writable: bool = False
+    path: Path, part: str, rows: int, width: int, dtype: torch.dtype, *, writable: bool = False, crc: object = None
 ) -> torch.Tensor:
-    """``[rows, width]`` mapped from the file ``path.part``. Raises ArtifactError: a full disk, or too short a file."""
-    file, nbytes = path.with_name(f"{path.name}.{part}"), rows * width * dtype.itemsize
+    """``[rows, width]`` mapped from the file ``path.part``. Raises ArtifactError: a full disk, a file too short, or one
+    without the checksum ``crc`` (None: not known).
+    """
+    file, nbytes, fix = _file(path, part), rows * width * dtype.itemsize, f"Remove {path.parent}; begin again."
     try:
         if writable and not file.exists():
             with open(file, "xb") as created:
@@ -109,9 +117,9 @@ def _rows_in(
         if not nbytes:
             return torch.empty(rows, width, dtype=dtype)
         if (size := file.stat().st_size) < nbytes:
-            raise ArtifactError(
-                str(file), expected=f"{nbytes} bytes", found=str(size), fix=f"Remove {path.parent}; begin again."
-            )
+            raise ArtifactError(str(file), expected=f"{nbytes} bytes", found=str(size), fix=fix)
+        if crc is not None and (found := crc32c_of_file(file)[1]) != crc:
+            raise ArtifactError(str(file), expected=f"checksum {shown(crc)}", found=f"damage ({found})", fix=fix)
         return torch.from_file(str(file), shared=writable, size=rows * width, dtype=dtype).view(rows, width)
     except OSError as error:
         raise not_written(path.parent, error) from error
@@ -128,9 +136,11 @@ class SampleFiles(Mapping[str, Samples]):
 
     def __getitem__(self, key: str) -> Samples:
         path, entry = self._entries[key]
+        crcs = entry.at("crc32c", {}).names(allowed=None)  # earlier versions have none
         rows, hidden, intermediate = (entry.at(n).whole(0, MOST_SIZE) for n in ("rows", "hidden", "intermediate"))
-        x_NH = _rows_in(path, "x", rows, hidden, DTYPES[entry.at("dtype").text(DTYPES)])
-        return Samples(x_NH, _rows_in(path, "fired", rows, -(-intermediate // 8), torch.uint8), intermediate)
+        x_NH = _rows_in(path, "x", rows, hidden, DTYPES[entry.at("dtype").text(DTYPES)], crc=crcs.get("x"))
+        fired = _rows_in(path, "fired", rows, -(-intermediate // 8), torch.uint8, crc=crcs.get("fired"))
+        return Samples(x_NH, fired, intermediate)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -184,8 +194,7 @@ def collect_samples(
     if folder is None:
         return {k: c.result() for k, c in collectors.items()}
     entries = {key: collector.entry() for key, collector in collectors.items()}
-    index = {"format": _FORMAT[0], "version": _FORMAT[1], "samples": entries}
-    atomic_write(folder / _INDEX, json.dumps(index, indent=1) + "\n")
+    atomic_write(folder / _INDEX, json_text(*_FORMAT, {"samples": entries}) + "\n")
     return SampleFiles(folder)
 
 

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from torch_pi2.base.crc32c import crc32c
 from torch_pi2.base.memory import new_tensor
 from torch_pi2.base.progress import bar
-from torch_pi2.base.tensorfile import Spec
+from torch_pi2.base.tensorfile import PIECE, Spec
 from torch_pi2.errors import StaleArtifactError
 from torch_pi2.formats import FORMATS, formats_of, neuron_shape, row_bytes
-from torch_pi2.ops.crc32c import crc32c
 from torch_pi2.store.superblock import PAGE, SECTOR, LayerEntry, Superblock, hash_bytes
 from torch_pi2.store.weights import MIXED_VERSION, PAIRS_VERSION, WEIGHTS_FILE, WEIGHTS_VERSION, QuantizedWeights
 from torch_pi2.types.method import Method
@@ -43,11 +43,6 @@ PADDING = re.compile(r"pi2\.padding\.\d+")
 #: Parts besides the weights: a text ``pi2.PART`` and tensors ``pi2.PART.NAME``. The plan is mandatory.
 PARTS = ("plan", "predictors", "stats")
 _PART = re.compile(rf"pi2\.({'|'.join(PARTS)})(?:\.|$)")
-
-#: Bytes per checksum of a tensor; see ``tensor_check``.
-BLOCK = 4096
-#: Bytes read at a time, a multiple of ``BLOCK``.
-PIECE = 8 << 20
 
 
 def weights_path(pi2: Path) -> Path | None:
@@ -87,39 +82,6 @@ def part_of(name: str) -> str | None:
     return None if match is None else match.group(1)
 
 
-def metadata_check(metadata: Mapping[str, str]) -> str:
-    """Checksum of a store's metadata, 8 hexadecimal digits: CRC32C of ``NAME NUL VALUE NUL`` in order of names.
-
-    It excludes itself and ``checks``, whose digits are all compared with data.
-    """
-    pairs = sorted((name, value) for name, value in metadata.items() if name not in ("checks", "metadata_check"))
-    text = "".join(f"{name}\0{value}\0" for name, value in pairs).encode(errors="surrogatepass")
-    return f"{int(crc32c(torch.frombuffer(bytearray(text), dtype=torch.uint8)[None])[0]):08x}"
-
-
-def check_bytes(checksums: torch.Tensor) -> torch.Tensor:
-    """Checksums, int64 ``[N]``, as stored: uint8 ``[4 N]``, little endian."""
-    return torch.from_numpy(checksums.numpy().astype("<u4")).view(torch.uint8)
-
-
-def tensor_check(name: str, spec: Spec, blocks: list[torch.Tensor]) -> str:
-    """Checksum of a tensor other than neurons, 8 hexadecimal digits; ``blocks``: :func:`block_checks` of its bytes.
-
-    It is the CRC32C of several little-endian CRC32Cs: of name, dtype and shape as text, and of each ``BLOCK`` bytes. So
-    blocks can be checked in parallel, and a renamed tensor is detected.
-    """
-    text = torch.frombuffer(bytearray(f"{name} {spec}".encode(errors="surrogatepass")), dtype=torch.uint8)
-    parts = check_bytes(torch.cat([crc32c(text[None]), *blocks]))
-    return f"{int(crc32c(parts[None])[0]):08x}"
-
-
-def block_checks(data: torch.Tensor) -> torch.Tensor:
-    """CRC32C of every ``BLOCK`` bytes of uint8 ``[n]``, the last ones possibly fewer: int64 ``[ceil(n / BLOCK)]``."""
-    whole = len(data) - len(data) % BLOCK
-    parts = (data[:whole].view(-1, BLOCK), data[None, whole:].contiguous())
-    return torch.cat([crc32c(part) for part in parts if part.numel()])
-
-
 class StoreReader(QuantizedWeights):
     """An open neuron store. All data is compared with its checksum when read, the superblock when the store is opened.
 
@@ -128,12 +90,13 @@ class StoreReader(QuantizedWeights):
         shard: the neurons that are in this store; None: all.
     """
 
+    all_checked = False  # neurons have their own checksums, in tensors
     file_format, file_versions, pairs_version = STORE_FORMAT, STORE_VERSIONS, _STORE_VERSIONS_OF[PAIRS_VERSION]
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
         try:
-            self.keys, self.checks = self._names()
+            self.keys = self._names()
             self.shard = self._shard()
             self.entries = self._superblock().layers
             for key, entry in zip(self.keys, self.entries, strict=True):
@@ -146,19 +109,18 @@ class StoreReader(QuantizedWeights):
             self.close()
             raise
 
-    def _names(self) -> tuple[list[str], dict[str, str]]:
-        """Keys of the layers, and checksums of the other tensors; together with ours they must be all tensors."""
+    def _names(self) -> list[str]:
+        """Keys of the layers; with ours, their tensors and those of ``checks`` must be all tensors."""
         layers = self._json("layers")
         keys = [key.text(empty=True) for key in layers.items()]
-        checks = {name: check.text(empty=True) for name, check in self._json("checks").each().items()}
         if sorted(keys) != sorted(self.strategies):
             layers.wrong("the keys of sites")
         ours = [SUPERBLOCK, *(f"{key}.{what}" for key in keys for what in ("bundles", "checks"))]
         named = {name for name in self.specs if not PADDING.fullmatch(name)}
-        if named != {*ours, *checks} or len(named) != len(ours) + len(checks):
-            odd = sorted(named.symmetric_difference({*ours, *checks})) or ["a name twice"]
+        if named != {*ours, *self.checks} or len(named) != len(ours) + len(self.checks):
+            odd = sorted(named.symmetric_difference({*ours, *self.checks})) or ["a name twice"]
             raise ValueError(f"tensors are not those of layers and checks, e.g. {odd[0]}")
-        return keys, checks
+        return keys
 
     def _shard(self) -> Shard | None:
         if SHARD not in self.metadata:
@@ -207,7 +169,7 @@ class StoreReader(QuantizedWeights):
             raise ValueError(f"{', '.join(wrong)} of {key}: {entry}")
 
     def _check_parts(self) -> None:
-        """Raises ValueError: a part without its text, an unknown tensor of ours, or damaged metadata."""
+        """Raises ValueError: a part without its text, or an unknown tensor of ours."""
         for name in self.checks:
             part = part_of(name)
             if part is None and name.startswith("pi2."):
@@ -217,9 +179,6 @@ class StoreReader(QuantizedWeights):
         for name in ("pi2.plan", *(f"pi2.{part}" for part in PARTS if f"pi2.{part}" in self.specs)):
             if self.specs[name].dtype != torch.uint8 or len(self.specs[name].shape) != 1:
                 raise ValueError(f"{name} is {self.specs[name]}")
-        found = metadata_check(self.metadata)
-        if found != self.metadata["metadata_check"]:
-            raise ValueError(f"metadata has checksum {found}, not {self.metadata['metadata_check']}")
 
     def provenance(self) -> dict[str, Any]:
         """Origin of the store; empty if unknown. Raises ArtifactError: not JSON."""
@@ -251,20 +210,6 @@ class StoreReader(QuantizedWeights):
                 found=f"others ({found[:12] or 'none'})",
                 fix="The plan was made anew since; pack the folder again.",
             )
-
-    def read(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
-        """As in ``TensorReader``, verified if the whole tensor is read. Neurons are returned as slots."""
-        tensor = super().read(name, rows)
-        if rows is None and name in self.checks:
-            data = tensor.reshape(-1).view(torch.uint8)
-            self.compare(name, [block_checks(data[i : i + PIECE]) for i in range(0, len(data), PIECE)])
-        return tensor
-
-    def compare(self, name: str, blocks: list[torch.Tensor]) -> None:
-        """Raises ArtifactError: ``blocks``, checksums of tensor ``name`` as read, differ from those in the file."""
-        found = tensor_check(name, self.specs[name], blocks)
-        if found != self.checks[name]:
-            self._damaged(f"{name} has checksum {found}, not {self.checks[name]}")
 
     def read_neurons(self, site: FFNSite, rows: tuple[int, int] | None = None) -> torch.Tensor:
         if site.key not in self.keys:
@@ -321,13 +266,8 @@ class StoreReader(QuantizedWeights):
                     done += neuron_rows.nbytes
                     shown.update(len(neuron_rows) * entry.slot_bytes // entry.cluster)
             for name in self.checks:
-                size = self.specs[name].nbytes
-                blocks = []
-                for at in range(0, size, PIECE):
-                    blocks.append(block_checks(self.read_bytes(name, at, min(at + PIECE, size))))
-                    shown.update(min(PIECE, size - at))
-                self.compare(name, blocks)
-                done += size
+                self.verify_tensor(name, shown.update)
+                done += self.specs[name].nbytes
         return done
 
     @property

@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass, replace
 
 import torch
 
-from torch_pi2.ops.crc32c import crc32c
+from torch_pi2.base.crc32c import crc32c
 
 MAGIC = b"PI2STORE"
 #: 1: a slot per neuron; 2: a slot per cluster; 3: down rows in another format; 4: shards, with some of the chunks.

@@ -6,26 +6,16 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from torch_pi2.base.tensorfile import Spec, TensorWriter, in_file_order
+from torch_pi2.base.crc32c import check_bytes, crc32c
+from torch_pi2.base.tensorfile import PIECE, Spec, TensorWriter, in_file_order
 from torch_pi2.errors import ArtifactError
 from torch_pi2.formats import neuron_shape
-from torch_pi2.ops.crc32c import crc32c
-from torch_pi2.store.storefile import (
-    PIECE,
-    SHARD,
-    STORE_FORMAT,
-    SUPERBLOCK,
-    block_checks,
-    check_bytes,
-    format_fields,
-    metadata_check,
-    store_version,
-    tensor_check,
-)
+from torch_pi2.store.storefile import SHARD, STORE_FORMAT, SUPERBLOCK, format_fields, store_version
 from torch_pi2.store.superblock import (
     MOST_CLUSTER,
     PAGE,
@@ -42,8 +32,6 @@ from torch_pi2.types.site import FFNSite
 
 #: Largest slot of several neurons, in bytes: devices read this size at full speed.
 _CLUSTER_BYTES = 1 << 18
-#: In the header until everything is written.
-_NO_CHECK = "0" * 8
 
 
 @dataclass(frozen=True)
@@ -74,13 +62,12 @@ class StoreAssembly:
         plan: of the complete model. layers: of the store, in plan order.
         groups: tensors that are copied unchanged: plan, predictors and statistics, then weights. Each group is
             page-aligned.
-        source: tensor name -> object with ``read_bytes(name, start, stop)`` and, for checksummed bytes, ``compare(name,
-            blocks)``.
+        source: tensor name -> object with ``read_bytes(name, start, stop)``.
         weights: metadata of a weights file or store. provenance: origin of the store, as JSON.
         cluster: neurons per slot; None: chosen by plan and neuron size. shard: the neurons to write; None: all.
 
     Attributes:
-        specs: all tensors. metadata: of the file; :meth:`write` fills in checksums of ``others``.
+        specs: all tensors. metadata: of the file.
         others: names of the tensors in ``groups``. slots: layer key -> distance between slots in bytes.
         neuron_bytes: layer key -> bytes per neuron.
     """
@@ -151,13 +138,17 @@ class StoreAssembly:
             "pi2_version": store_version(weights),
             "layers": json.dumps([layer.site.key for layer in self.layers]),
             "orders_hash": self._plan.orders_hash,
-            "checks": json.dumps(dict.fromkeys(self.others, _NO_CHECK)),
             "provenance": provenance,
         }
         found.pop(SHARD, None)
         if self._shard is not None:
             found[SHARD] = self._shard.to_json()
-        return found | {"metadata_check": metadata_check(found)}
+        return found
+
+    def writer(self, path: Path, *, progress: bool) -> TensorWriter:
+        """The file ``path``, for :meth:`write`."""
+        order = list(self.specs)
+        return TensorWriter(path, self.specs, self.metadata, progress=progress, order=order, checked=self.others)
 
     def superblock(self, out: TensorWriter) -> Superblock:
         """The superblock of the file ``out``, which has all offsets."""
@@ -191,13 +182,16 @@ class StoreAssembly:
         return Superblock(out.file_bytes, model_hash, tuple(entries))
 
     def write(self, out: TensorWriter, superblock: Superblock) -> None:
-        """Write everything into ``out``, opened with :attr:`specs` and :attr:`metadata`, a few MB at a time."""
+        """Write everything into ``out``, from :meth:`writer`, a few MB at a time."""
         out.write(SUPERBLOCK, torch.frombuffer(bytearray(superblock.pack()), dtype=torch.uint8))
         for name in self._paddings:
             out.write(name, torch.zeros(self.specs[name].shape, dtype=torch.uint8))
         for layer in self.layers:
             self._write_slots(layer, out)
-        out.set_metadata("checks", json.dumps({name: self._copy(name, out) for name in self.others}))
+        for name in self.others:
+            source, size = self._source(name), self.specs[name].nbytes
+            for start in range(0, size, PIECE):
+                out.write_bytes(name, source.read_bytes(name, start, min(start + PIECE, size)), start)
 
     def _write_slots(self, layer: StoreLayer, out: TensorWriter) -> None:
         slots_name, checks_name = layer.tensors
@@ -219,13 +213,3 @@ class StoreAssembly:
                 slots[whole, : len(rest)] = rest
             out.write(slots_name, slots, row=slot)
         out.write(checks_name, check_bytes(torch.cat(checks)))
-
-    def _copy(self, name: str, out: TensorWriter) -> str:
-        spec, source, blocks = self.specs[name], self._source(name), []
-        for start in range(0, spec.nbytes, PIECE):
-            data = source.read_bytes(name, start, min(start + PIECE, spec.nbytes))
-            blocks.append(block_checks(data))
-            out.write_bytes(name, data, start)
-        if hasattr(source, "compare"):
-            source.compare(name, blocks)
-        return tensor_check(name, spec, blocks)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypedDict
 
 from torch_pi2.base.fields import argument, check_fields, from_json, limited, to_json
-from torch_pi2.base.files import atomic_write, parse_json, read_text, writing
+from torch_pi2.base.files import atomic_write, json_text, parse_json, read_text, writing
 from torch_pi2.errors import StaleArtifactError
 from torch_pi2.training.zeros import Measured
 
@@ -97,8 +96,7 @@ class ResumeInfo:
     def save(self, folder: Path) -> None:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        about = {"format": _FORMAT, "version": _VERSION, **to_json(self)}
-        atomic_write(folder / _RESUME_FILE, json.dumps(about, indent=1) + "\n")
+        atomic_write(folder / _RESUME_FILE, json_text(_FORMAT, _VERSION, to_json(self)) + "\n")
 
     @classmethod
     def load(cls, folder: Path) -> ResumeInfo | None:

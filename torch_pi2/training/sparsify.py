@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Sequence
@@ -15,9 +14,10 @@ import torch
 from torch import nn
 
 from torch_pi2.base.fields import checked
-from torch_pi2.base.files import check_not_current, locked, replacing_folder, writing
+from torch_pi2.base.files import check_not_current, json_text, locked, replacing_folder, writing
 from torch_pi2.base.modules import fresh_settings
 from torch_pi2.base.progress import phase
+from torch_pi2.base.tensorfile import add_checks
 from torch_pi2.base.units import percent
 from torch_pi2.checkpoint.card import keep_card, section, write_part
 from torch_pi2.checkpoint.save_load import load_dense
@@ -344,13 +344,14 @@ def _write(out: Path, student: Any, tokenizer: Any, code: Code | None, report: S
     with replacing_folder(out) as staging:
         keep_card(out, staging)
         student.save_pretrained(staging)
+        add_checks(staging)
         tokenizer.save_pretrained(staging)
         if code is not None:
             (staging / code.file_name).write_text(code.text)
         elif getattr(student.config, "auto_map", None) and Path(source).is_dir():
             for path in Path(source).glob("*.py"):
                 shutil.copyfile(path, staging / path.name)
-        (staging / REPORT_FILE).write_text(json.dumps(report.to_json(), indent=1) + "\n")
+        (staging / REPORT_FILE).write_text(json_text(FORMAT, VERSION, report.to_json()) + "\n")
         text = (
             "Trained by `torch-pi2 sparsify`; settings and curves are in `sparsify.json`. This is an ordinary "
             "checkpoint; the command below makes use of the zeros."

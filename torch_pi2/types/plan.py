@@ -12,7 +12,6 @@ batch size. docs/PLAN.md has the format.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import weakref
 from collections import Counter
@@ -26,9 +25,9 @@ from torch import nn
 
 from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.fields import Field, Limits, from_json, limited, to_json
-from torch_pi2.base.files import atomic_folder_files, parse_json, read_text
+from torch_pi2.base.files import atomic_write, json_text, parse_json, read_text
 from torch_pi2.base.memory import let_go
-from torch_pi2.base.tensorfile import Spec, read_tensors
+from torch_pi2.base.tensorfile import Spec, packed, read_tensors
 from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
 from torch_pi2.types.method import METHODS, PREDICTED
 from torch_pi2.types.offload import OffloadConfig
@@ -143,16 +142,17 @@ class Plan:
         layers = [{"site": y.site.to_json(), **{name: getattr(y, name) for name in named}} for y in self.layers]
         own = any(layer.thresholds is not None for layer in self.layers)
         version = _WITH_THRESHOLDS if own else PLAN_VERSION
-        head = {"format": "torch_pi2.plan", "version": version, "model_hash": self.model_hash}
-        body: dict[str, Any] = {"orders_hash": self.orders_hash, "made_by": self.made_by, "layers": layers}
+        head = {"model_hash": self.model_hash, "orders_hash": self.orders_hash}
+        body: dict[str, Any] = {"made_by": self.made_by, "layers": layers}
         if self.hardware is not None:
             body["hardware"] = self.hardware.to_json()
-        return json.dumps(head | body, indent=1)
+        return json_text("torch_pi2.plan", version, head | body)
 
     def save(self, folder: str | Path) -> None:
         """Write ``plan.json`` and ``plan.safetensors`` into ``folder``, each by atomic rename."""
-        orders = self.orders, {"model_hash": self.model_hash}
-        atomic_folder_files(folder, {"plan.safetensors": orders, "plan.json": self.to_json()})
+        orders = packed(self.orders, {"model_hash": self.model_hash})
+        for name, content in (("plan.safetensors", orders), ("plan.json", self.to_json())):
+            atomic_write(Path(folder) / name, content)
 
     @staticmethod
     def load(folder: str | Path) -> Plan:

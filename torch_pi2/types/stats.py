@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from torch_pi2.base.fields import Field, Limits, from_json, limited, optional
-from torch_pi2.base.files import atomic_folder_files, check_artifact
+from torch_pi2.base.files import atomic_write, check_artifact
 from torch_pi2.base.reading import parse
-from torch_pi2.base.tensorfile import Spec, read_tensors
+from torch_pi2.base.tensorfile import Spec, packed, read_tensors
 from torch_pi2.errors import ArtifactError, ConfigError
 
 #: Versions: plain; with a threshold per neuron; with scores of up instead of the gate.
@@ -292,7 +292,7 @@ class ActivationStats:
             "made_by": json.dumps(self.made_by),
             "layers": json.dumps(layers),
         }
-        atomic_folder_files(path.parent, {path.name: (tensors, meta)})
+        atomic_write(path, packed(tensors, meta))
         return path
 
     @staticmethod

@@ -6,7 +6,6 @@ benchmark.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_pi2.base.fields import from_json, limited, to_json
-from torch_pi2.base.files import atomic_write, parse_json, read_text
+from torch_pi2.base.files import atomic_write, json_text, parse_json, read_text
 from torch_pi2.base.units import size
 from torch_pi2.errors import StaleArtifactError
 
@@ -83,7 +82,7 @@ class Verdict:
 
     def save(self, folder: str | Path) -> None:
         """Write ``verdict.json`` into ``folder``. Raises ArtifactError: it cannot be written."""
-        atomic_write(Path(folder) / VERDICT_FILE, json.dumps(self.to_json(), indent=1) + "\n")
+        atomic_write(Path(folder) / VERDICT_FILE, json_text(FORMAT, VERSION, to_json(self)) + "\n")
 
     @classmethod
     def load(cls, folder: str | Path, model_hash: str | None = None) -> Verdict:

@@ -1,0 +1,63 @@
+"""Finds and loads the C++ library with the operators ``torch.ops.pi2``."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from pathlib import Path
+
+import torch
+
+from torch_pi2.errors import LibraryMissingError
+
+_LIBRARY = "libpi2_torch.so"
+
+
+def check_platform(platform: str) -> None:
+    """Raises LibraryMissingError on a ``platform`` (as in ``sys``) that is not supported."""
+    if platform != "linux":
+        found = {"win32": "Windows", "darwin": "macOS"}.get(platform, platform)
+        raise LibraryMissingError(
+            "this platform",
+            expected="Linux (x86_64 or aarch64)",
+            found=f"{found}, which is not supported",
+            fix="On Windows use WSL 2 (wsl --install); on macOS a Linux container or machine.",
+        )
+
+
+def library_path(name: str | None = None) -> Path:
+    """A C++ library of this installation (wheel, or editable install beside site-packages); default: torch's.
+
+    Raises LibraryMissingError if it was not built, or the platform is not supported.
+    """
+    name = name or _LIBRARY
+    check_platform(sys.platform)
+    package = Path(__file__).resolve().parent.parent
+    places = [package / "_lib", Path(sysconfig.get_paths()["platlib"]) / "torch_pi2" / "_lib"]
+    for place in places:
+        if (place / name).is_file():
+            return place / name
+    raise LibraryMissingError(
+        f"the C++ library {name}",
+        expected=f"it in {' or '.join(map(str, places))}",
+        found="no such file",
+        fix="Run 'make install' in a checkout, or install torch first and then this package with pip.",
+    )
+
+
+def load_library() -> Path:
+    """Make the operators usable, without what :func:`torch_pi2.ops.load` adds in Python; returns the library's path.
+
+    Raises LibraryMissingError.
+    """
+    path = library_path()
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        raise LibraryMissingError(
+            f"loading {path}",
+            expected="a library built for this machine and torch >= 2.10",
+            found=str(error.__cause__ or error),
+            fix="Build it again: 'make clean install' in a checkout.",
+        ) from error
+    return path
