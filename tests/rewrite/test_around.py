@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -93,3 +94,63 @@ def test_what_is_done_around_a_layer_is_not_dropped(name: str) -> None:
     torch_pi2.optimize(model, EXAMPLE, method="exact")
     assert all(close(model(x.clone()), y) for x, y in zip(hostile_inputs(), wanted))
     assert "0" in {layer.site.key for layer in model.torch_pi2.plan.layers}  # the other layer is sparse all the same
+
+
+class Reads(nn.Module):
+    """A block that reads a parameter of its feed-forward layer."""
+
+    def __init__(self, read: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.mlp, self.read = Layer(), read
+
+    def forward(self, x):
+        return x + self.mlp(x) + self.read(self.mlp)
+
+
+class Other(nn.Module):
+    """A block that does something else where its layer's class has another forward, as registries of hooks may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Layer()
+
+    def forward(self, x):
+        return self.mlp(x) if "forward" not in vars(self.mlp) else x
+
+
+OUTSIDE: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "mean of a weight": (lambda: Reads(lambda mlp: mlp.down.weight.mean()), "raises ConfigError: mean of weight"),
+    "a bias in its place": (lambda: Reads(lambda mlp: mlp.down.bias), "raises ConfigError: add of bias"),
+    "another forward": (Other, "results change by"),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+@torch.no_grad()
+def test_a_layer_whose_parts_are_read_outside_stays_dense(name: str) -> None:
+    make, reason = OUTSIDE[name]
+    model = plain(FunctionalBlock(), make())
+    wanted = [model(x.clone()) for x in hostile_inputs()]
+    torch_pi2.optimize(model, EXAMPLE, method="exact")
+    assert list(model.torch_pi2.left) == ["1.mlp"]
+    assert reason in model.torch_pi2.left["1.mlp"]
+    assert all(close(model(x.clone()), y) for x, y in zip(hostile_inputs(), wanted))
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = itertools.count(1)
+
+    def forward(self, x):
+        return x * next(self.calls)
+
+
+@torch.no_grad()
+def test_a_model_that_gives_other_results_each_time_is_said_not_to_be_compared(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = plain(FunctionalBlock(), Reads(lambda mlp: 0.0), Counting())
+    torch_pi2.optimize(model, EXAMPLE, method="exact")
+    assert not model.torch_pi2.left
+    assert "gives other results each time: not compared with the sparse model" in caplog.text

@@ -19,7 +19,7 @@ from torch_pi2.base.dtypes import stands_for_another
 from torch_pi2.base.fields import checked
 from torch_pi2.base.modules import fresh_settings, has_sparse_layers
 from torch_pi2.errors import ConfigError, NoFFNFoundError, Pi2Error, UnsupportedModelError
-from torch_pi2.graph.capture import CapturedGraph, capture
+from torch_pi2.graph.capture import CapturedGraph, capture, example_inputs
 from torch_pi2.graph.experts import all_experts, expert_sites, without_experts
 from torch_pi2.graph.match import Match, Projection, Seen, match_ffns
 from torch_pi2.graph.operations import op_name
@@ -38,6 +38,7 @@ class Found:
     """The FFNs of a model, and those ``left`` dense: name -> reason.
 
     Attributes:
+        example: args and kwargs of a forward; None if the model is on ``meta``.
         refused: the error of :func:`search` if no layer (with ``strict``: not every layer) can be made sparse; else
             None.
     """
@@ -45,6 +46,7 @@ class Found:
     sites: list[FFNSite]
     left: dict[str, str]
     refused: Pi2Error | None = None
+    example: tuple[Sequence[Any], Mapping[str, Any]] | None = None
 
 
 @checked
@@ -110,6 +112,8 @@ def search(
     all_seen: list[Seen] = []
     unknown: dict[str, str] = {}
     left: dict[str, str] = {}
+    if not args and not kwargs:
+        kwargs = example_inputs(model)
     experts, unknown_experts = all_experts(model)
     with without_experts(model, experts):
         graphs = capture(model, args, kwargs, on_meta=on_meta)
@@ -143,7 +147,7 @@ def search(
     left = {name: reason for name, reason in (unknown | left | other).items() if name not in owners}
     if left and warn:
         _log.warning("left dense: %s", named(left))
-    return Found(_with_unique_keys(sites), left, refused)
+    return Found(_with_unique_keys(sites), left, refused, None if on_meta else (args, kwargs or {}))
 
 
 def named(left: Mapping[str, str], most: int = 8) -> str:

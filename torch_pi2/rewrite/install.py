@@ -36,7 +36,7 @@ def install(model: nn.Module, ffn: SparseFFN | SparseExperts, overrides: Sequenc
     site = ffn.site
     site_name = {id(model.get_parameter(name)): name for name in site.parameter_names}
     replaced = [override.module for override in overrides]
-    running = set(_reachable(model, set(replaced)))
+    running = set(reachable(model, set(replaced)))
     inside = dict.fromkeys(module for root in replaced for module in root.modules())
     in_use = {id(parameter) for module in running for parameter in module._parameters.values()}
     host = model.get_submodule(site.down.weight.rpartition(".")[0])
@@ -61,7 +61,7 @@ def install(model: nn.Module, ffn: SparseFFN | SparseExperts, overrides: Sequenc
             module.__dict__["_modules"] = GuardedModules(module._modules, site.key)
 
 
-def _reachable(module: nn.Module, without: Set[nn.Module]) -> Iterator[nn.Module]:
+def reachable(module: nn.Module, without: Set[nn.Module]) -> Iterator[nn.Module]:
     """Modules in ``module``, leaving out those in ``without`` and below."""
     seen = set(without)
     stack = [module]

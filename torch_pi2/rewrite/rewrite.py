@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,7 +37,8 @@ from torch_pi2.rewrite.linears import (
 )
 from torch_pi2.rewrite.place import check_names
 from torch_pi2.rewrite.state import SparseState
-from torch_pi2.rewrite.strategies import find_strategy, log_skipped
+from torch_pi2.rewrite.strategies import find_strategy, log_skipped, no_strategy
+from torch_pi2.rewrite.trial import changed_by
 from torch_pi2.types.config import Config
 from torch_pi2.types.method import Method
 from torch_pi2.types.plan import LayerPlan, Plan
@@ -134,13 +136,19 @@ def replaceable(model: nn.Module, found: Found, needed: bool = True) -> tuple[Fo
     layers = [LayerPlan(site, Method.EXACT, 0, torch.arange(site.intermediate).int()) for site in found.sites]
     strategies: dict[str, str] = {}
     refused: dict[str, UnsupportedModelError] = {}
-    for group in expert_groups(layers):
+    groups: dict[str, list[LayerPlan]] = {group[0].site.key: group for group in expert_groups(layers)}
+    for key, group in groups.items():
         try:
-            strategies[group[0].site.key] = _check_group(model, group, {}, Storage(), {})
+            strategies[key] = _check_group(model, group, {}, Storage(), {})
         except UnsupportedModelError as error:
             refused |= dict.fromkeys((layer.site.key for layer in group), error)
+    tried = [groups[key] for key in strategies] if found.example is not None else []
+    for key, change in changed_by(model, tried, strategies, found.example).items():
+        del strategies[key]
+        unlike = no_strategy(groups[key][0].site, [f"whole model: {change}"])
+        refused |= dict.fromkeys((layer.site.key for layer in groups[key]), unlike)
     skipped = found.left | log_skipped(refused, bool(strategies) or not needed)
-    return Found([site for site in found.sites if site.key not in refused], skipped), strategies
+    return replace(found, sites=[s for s in found.sites if s.key not in refused], left=skipped), strategies
 
 
 def predictor_tensors(predictor: Any) -> tuple[Mapping[str, torch.Tensor] | None, float]:

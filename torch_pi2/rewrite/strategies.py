@@ -82,7 +82,7 @@ def find_strategy(
                 _log.warning("%s runs through lazy tensors, which is slower: %s", site.key, "; ".join(reasons))
             return strategy, overrides
         reasons.append(overrides)
-    raise _no_strategy(site, reasons)
+    raise no_strategy(site, reasons)
 
 
 def plain_reason(reasons: Sequence[str]) -> str:
@@ -122,7 +122,7 @@ def _by_experts(model: nn.Module, group: Sequence[LayerPlan], sparse: Any, tried
     if not reason and (hooks := hooks_inside(str(first.experts), module)):
         reason = f"module: {hooks}, {_SILENT}"
     if reason:
-        raise _no_strategy(first, [reason])
+        raise no_strategy(first, [reason])
     return Override(module, getattr(sparse, "forward", None))
 
 
@@ -258,7 +258,7 @@ def _module_name(parameter: str) -> str:
 # --- checks that modules compute the FFN, and nothing else ---
 
 
-def _no_strategy(site: FFNSite, reasons: Sequence[str]) -> UnsupportedModelError:
+def no_strategy(site: FFNSite, reasons: Sequence[str]) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"rewriting {site.key or 'the FFN'} ({site.owner_class})",
         expected="modules that compute the FFN, or linears that can be replaced",
@@ -299,7 +299,7 @@ def _runs_to(call: Any, probes: Sequence[Probe]) -> str | None:
 
 def _tried(call: Any, probes: Sequence[Probe], *modules: nn.Module) -> str | None:
     """As :func:`_runs_to`, also checking that ``modules`` keep nothing of a call; their attributes are restored."""
-    with _as_it_was(*modules) as changed:
+    with as_it_was(*modules) as changed:
         problem = _runs_to(call, probes)
     return f"keeps something of each call ({changed[0]})" if changed and not problem else problem
 
@@ -363,7 +363,7 @@ def _follow(call: Any, probes: Sequence[Probe], site: FFNSite, *modules: nn.Modu
 
 
 @contextmanager
-def _as_it_was(*roots: nn.Module) -> Iterator[list[str]]:
+def as_it_was(*roots: nn.Module) -> Iterator[list[str]]:
     """Context that undoes assignments to modules' attributes, and collects their names in its list."""
     before = {module: dict(vars(module)) for root in roots for module in root.modules()}
     changed: list[str] = []
