@@ -92,8 +92,9 @@ def test_what_can_be_typed_besides(talk: Any) -> None:
 
 
 def test_what_is_typed_in_another_encoding(talk: Any) -> None:
-    said = talk("", "--json", stdin=io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), "utf-8")).json["messages"]
-    assert said[0]["content"] == "caf\N{REPLACEMENT CHARACTER}"
+    ran = talk("", "--json", stdin=io.TextIOWrapper(io.BytesIO(b"caf\xe9\ncaf\xc3\xa9\n"), "utf-8"))
+    assert ran.json["messages"][0]["content"] == "caf\u00e9"
+    assert "expected UTF-8, found other bytes; this was not sent: caf?" in ran.err
 
 
 def test_a_closed_standard_input_is_the_end(talk: Any) -> None:

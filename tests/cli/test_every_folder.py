@@ -139,9 +139,13 @@ def test_sampling_is_checked_before_anything_is_loaded(command: Command, verb: s
     prompt = ["--prompt", "x"] if verb == "generate" else []
     ran = command(verb, "nowhere", *prompt, "--top-p", "0.5", ok=False)
     assert "--top-p 0.5: expected a --temperature above 0 beside it, found the most likely token each time" in ran.err
-    for wrong in (("--temperature", "nan"), ("--temperature", "-1"), ("--temperature", "1", "--top-p", "5")):
+    wrongs = ("--temperature", "nan"), ("--temperature", "-1"), ("--temperature", "1", "--top-p", "5"), ("--top-p", "2")
+    for wrong in wrongs:
         ran = command(verb, "nowhere", *prompt, *wrong, ok=False)
         assert "expected a temperature of 1e-06 or more, top_k of 0 or more, top_p above 0 and at most 1" in ran.err
+    for seconds in ("0", "-1", "nan", "inf"):
+        ran = command(verb, "nowhere", *prompt, "--timeout", seconds, ok=False)
+        assert f"argument --timeout: expected more than 0, found '{seconds}'" in ran.err
 
 
 def test_what_is_wrong_has_a_line_of_its_own(

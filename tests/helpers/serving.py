@@ -11,7 +11,6 @@ from typing import Any
 
 import openai
 import torch
-import uvicorn
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -76,7 +75,7 @@ class Server:
             batch.start()
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-        self._server = _server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=30))
+        self._server = _server(app)
         self._server.capture_signals = nullcontext  # they are the main thread's
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]})
         self._thread.start()

@@ -447,3 +447,31 @@ def test_a_constraint_that_fails_ends_its_own_answer_alone(server: Server, name:
     failed, other = told["failing"][-1], told["other"][-1]
     assert (failed.reason, str(failed.error)) == ("error", "response_format: expected a, found b. c")
     assert (other.reason, other.error, len(told["other"])) == ("length", None, 21)
+
+
+WITHOUT_ARGUMENTS = ['{"name": "now", "arguments": ""}', '{"name": "now"}', '{"name": "now", "arguments": null}']
+
+
+@pytest.mark.parametrize("call", WITHOUT_ARGUMENTS)
+@pytest.mark.parametrize("form", [HERMES, MISTRAL, LLAMA])
+def test_calls_without_arguments_have_none(form: ToolCallFormat, call: str) -> None:
+    text = call if form.bare else form.begin + form.opens + call + form.closes + form.end
+    (found,) = ToolCallParser(form, ["now"]).add(text, last=True)
+    assert isinstance(found, ToolCallDelta)
+    assert (found.name, found.arguments) == ("now", "{}")
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        (HERMES, 'Write <tool_call>\n{"a": 1}\n</tool_call> here'),
+        (HERMES, '<tool_call>\n{"name": "now", "arguments": "soon"}\n</tool_call>'),
+        (MISTRAL, 'Write [TOOL_CALLS] [{"name": "later"}] here'),
+        (LLAMA, '\n {"a": 1} is no call'),
+    ],
+)
+def test_what_is_no_call_is_the_text_that_was_written(form: ToolCallFormat, text: str) -> None:
+    for pieces in ([text], list(text)):
+        parser = ToolCallParser(form, ["now"])
+        said = [part for n, piece in enumerate(pieces, 1) for part in parser.add(piece, last=n == len(pieces))]
+        assert "".join(part for part in said if isinstance(part, str)) == text

@@ -58,7 +58,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     if not session.template:
         _tell("this model's tokenizer has no chat template: the model continues your text")
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")
+        sys.stdin.reconfigure(errors="surrogateescape")
     with contextlib.suppress(EOFError):
         while True:
             text = _read(args)
@@ -71,6 +71,8 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
                 _tell(_stats(model, session))
             elif name.startswith("/"):
                 _tell(HELP if name == "/help" else f"{name} is not known\n{HELP}")
+            elif not text.isprintable() and any("\udc80" <= letter <= "\udcff" for letter in text):
+                _tell(f"expected UTF-8, found other bytes; this was not sent: {text.encode(errors='replace').decode()}")
             elif text.strip():
                 _answer(text, session, args)
     return {"messages": session.messages}

@@ -110,6 +110,12 @@ def named(name: str, kind: Callable[[str], Any], metavar: str) -> Callable[[str]
     return kind
 
 
+def _seconds(text: str) -> float:
+    if not 0 < (value := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"expected more than 0, found {shown(text)}")
+    return value
+
+
 def list_of(kind: Callable[[str], Any], name: str) -> Callable[[str], Any]:
     def parse_list(text: str) -> tuple[Any, ...]:
         return tuple(kind(part) for part in text.split(","))
@@ -196,7 +202,7 @@ def add_together(parser: argparse.ArgumentParser) -> None:
     how = "how results are added: chunks (default), with the bits of one machine; ranks sends less"
     group.add_argument("--reduction", choices=("chunks", "ranks"), help=how)
     lost = "seconds after which a silent process counts as lost (default: 120)"
-    group.add_argument("--timeout", type=float, metavar="S", help=lost)
+    group.add_argument("--timeout", type=_seconds, metavar="S", help=lost)
     add_old_name(parser, "--patience", "--timeout")
 
 
@@ -274,6 +280,7 @@ def sampling_of(args: argparse.Namespace) -> Any:
     if args.temperature != 0:
         return Sampling(args.temperature, 0, 1.0 if args.top_p is None else args.top_p)
     if args.top_p is not None and args.top_p != 1:
+        Sampling(top_p=args.top_p)  # which may be wrong in itself
         raise needs(f"--top-p {args.top_p:g}", "a --temperature above 0", "the most likely token each time")
     return None
 

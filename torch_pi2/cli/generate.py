@@ -46,7 +46,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     from torch_pi2.base.files import is_standard_output
     from torch_pi2.decode.decoder import check_vocabulary
     from torch_pi2.decode.generate import generate
-    from torch_pi2.decode.sequence import TextStream
+    from torch_pi2.decode.sequence import TextStream, end_tokens, hidden_tokens
     from torch_pi2.observe.trace import trace
     from torch_pi2.rewrite.state import ModelState
 
@@ -67,7 +67,8 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     model: Any = models.load_any(args, args.dense)
     check_vocabulary(model, inputs["input_ids"])
     prompt, shown = inputs["input_ids"][0].tolist(), not args.json and args.num_return_sequences == 1
-    text = TextStream(tokenizer, before=prompt)
+    ends = end_tokens(model, None, tokenizer)
+    text = TextStream(tokenizer, hidden=hidden_tokens(tokenizer, ends), before=prompt)
     how = common.given(args, "num_return_sequences", "max_new_tokens", "seed", "prompt_lookup")
     if sampling is not None:
         how |= {"do_sample": True, "temperature": args.temperature, "top_p": sampling.top_p}
@@ -81,7 +82,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
         except UnsupportedModelError:  # its cache is not supported
             if args.num_return_sequences > 1 or args.prompt_lookup:
                 raise
-            output = _by_transformers(model, inputs, tokenizer, args)
+            output = _by_transformers(model, inputs, tokenizer, args, sorted(ends))
             if shown:
                 emit(args.stdout, output.text)
         except Pi2Error:
@@ -108,7 +109,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _by_transformers(model: Any, inputs: Any, tokenizer: Any, args: argparse.Namespace) -> Generated:
+def _by_transformers(model: Any, inputs: Any, tokenizer: Any, args: argparse.Namespace, ends: list[int]) -> Generated:
     import torch
 
     from torch_pi2.decode.generate import Generated
@@ -118,9 +119,10 @@ def _by_transformers(model: Any, inputs: Any, tokenizer: Any, args: argparse.Nam
     if args.temperature > 0:
         how = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p or 1.0, "top_k": 0}
     with torch.no_grad():
-        ids = model.generate(**inputs.to(model.device), max_new_tokens=args.max_new_tokens, **how)[0].tolist()
+        inputs, how["eos_token_id"] = inputs.to(model.device), ends or None
+        ids = model.generate(**inputs, max_new_tokens=args.max_new_tokens, **how)[0].tolist()
     prompt = inputs["input_ids"][0].tolist()
-    return Generated([ids[len(prompt) :]], [], [], 0.0, prompt=prompt, tokenizer=tokenizer)
+    return Generated([ids[len(prompt) :]], [], [], 0.0, prompt=prompt, tokenizer=tokenizer, ends=ends)
 
 
 def render(result: dict[str, Any]) -> str:

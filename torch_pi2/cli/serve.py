@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -68,7 +70,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     for name, value in (("budget", args.budget), ("prefix-cache", args.prefix_cache)):
         parse_bytes(value or 0, f"--{name}")  # before models are loaded
-    names = [Path(folder).resolve().name for folder in args.models]
+    names = names_of(args.models)
     if len(set(names)) < len(names):
         found = ", ".join(names)
         raise ConfigError("folders", expected="a name for each model", found=found, fix="Rename one of the folders.")
@@ -83,20 +85,22 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             return _run(args, names, listening)
 
 
-def _run(args: argparse.Namespace, names: list[str], listening: socket.socket) -> dict[str, Any]:
-    import uvicorn
+def names_of(folders: list[str]) -> list[str]:
+    """The last part of each path, of a link its own."""
+    return [Path(os.path.abspath(folder)).name for folder in folders]
 
+
+def _run(args: argparse.Namespace, names: list[str], listening: socket.socket) -> dict[str, Any]:
     from torch_pi2.serve.app import application
 
     loaded = {name: _served(args, name, folder) for name, folder in zip(names, args.models, strict=True)}
     app = application(loaded, api_key=os.environ.get(KEY) or None)
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE_S + 5, server_header=False)
-    server = _server(config)
+    server = _server(app)
     for served in loaded.values():
         served.batch.start()
     try:
         with _address(args):
-            listening.listen(config.backlog)  # before clients see the line below
+            listening.listen(server.config.backlog)  # before clients see the line below
         where = url_of(*listening.getsockname()[:2])
         print(f"torch-pi2: {', '.join(names)} at {where}/v1 (Ctrl-C ends it)", file=sys.stderr, flush=True)
         print(f"torch-pi2: a page to talk to them, and to look on: {where}/", file=sys.stderr, flush=True)
@@ -127,8 +131,14 @@ def _address(args: argparse.Namespace) -> Iterator[None]:
         ) from error
 
 
-def _server(config: Any) -> Any:
+def _server(app: Any) -> Any:
     import uvicorn
+
+    # httptools, the default where it is installed, loses the body of a request that offers h2c, as Java's clients do
+    how: dict[str, Any] = {"http": "h11", "ws": "none", "server_header": False}
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE_S + 5, **how)
+    # two lines for each request of theirs
+    logging.getLogger("uvicorn.error").addFilter(lambda r: not re.match("Unsupported upgrade|No supported Web", r.msg))
 
     class Server(uvicorn.Server):
         failed_at: float | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import Any
@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from torch_pi2.base.dtypes import dtype_name
-from torch_pi2.base.fields import argument, checked
+from torch_pi2.base.fields import checked
 from torch_pi2.decode.decoder import Decoder, check_vocabulary
 from torch_pi2.decode.hf_generate import decoder_for, pool_of
-from torch_pi2.decode.sequence import GeneratedSequence, Sampling, decode_loop, pick
+from torch_pi2.decode.sequence import GeneratedSequence, Sampling, decode_loop, end_tokens, pick
 from torch_pi2.decode.speculate import MOST_DRAFTED, Assistant, Drafts, Pace, PromptLookup, speculate
 from torch_pi2.errors import ConfigError, ShapeError
 from torch_pi2.store.trust import tokenizer_of
@@ -57,7 +57,7 @@ class Generated:
         batches: number of sequences in each step. step_ms: milliseconds of each step.
         prompt_ms: prefill time in milliseconds, an assistant's included.
         drafts: statistics of speculative decoding, if it was used.
-        prompt, tokenizer: for :attr:`text`; the tokenizer is None if the prompt was given as ids.
+        prompt, tokenizer, ends: for :attr:`text`; the tokenizer is None if the prompt was given as ids.
     """
 
     sequences: list[list[int]]
@@ -67,6 +67,7 @@ class Generated:
     drafts: Drafts | None = None
     prompt: list[int] = field(default_factory=list, repr=False)
     tokenizer: Any = field(default=None, repr=False, compare=False)
+    ends: Collection[int] = field(default=(), repr=False)
 
     @property
     def text(self) -> str:
@@ -83,7 +84,8 @@ class Generated:
                 found="none: the prompt was given as token ids",
                 fix="Pass text, or tokenizer=..., or decode the sequences yourself.",
             )
-        return [_continuation(self.tokenizer, self.prompt, tokens) for tokens in self.sequences]
+        texts = [tokens[:-1] if tokens[-1:] and tokens[-1] in self.ends else tokens for tokens in self.sequences]
+        return [_continuation(self.tokenizer, self.prompt, tokens) for tokens in texts]
 
     @property
     def steps(self) -> int:
@@ -132,7 +134,8 @@ def generate(
         max_new_tokens: maximum number of new tokens of each sequence.
         do_sample: draw tokens from softmax(logits / ``temperature``), among the ``top_k`` most likely (0: all), and of
             these among the fewest whose probabilities add up to ``top_p``.
-        eos_token_id: ends a sequence (default: the model's; an empty list: nothing does).
+        eos_token_id: ends a sequence (an empty list: nothing does). Default: the model's; with text or ``tokenizer``
+            also the tokenizer's, and the token that ends an answer in its chat template.
         compiled: run steps through ``torch.compile``, one graph for each number of sequences: worth it for long
             answers, or with ``decoder``. Drafts take one more graph.
         streamer: called with (sequence, token) for each new token.
@@ -159,7 +162,7 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p) if do_sample else None
     tokens = input_ids.shape[1]
     room = max(2, tokens + max_new_tokens - 1)  # the last token is not fed
-    ends = end_tokens(model, eos_token_id)
+    ends = end_tokens(model, eos_token_id, tokenizer)
     _warn(model, tokens + max_new_tokens, do_sample or (temperature, top_k, top_p) == (1.0, 0, 1.0))
     pool = None if compiled or decoder is not None else pool_of(model)
     if decoder is not None:
@@ -176,7 +179,7 @@ def generate(
         result = _continued(decoder, sequences, input_ids, sampling, max_new_tokens)
     if pool is not None:
         pool.release(decoder)
-    return replace(result, **text)
+    return replace(result, ends=ends, **text)
 
 
 def _continued(
@@ -242,14 +245,6 @@ def _speculated(
         decoder, sequence, input_ids[0].tolist(), logits_V, lambda row_V: pick(row_V, None), source, pace, limit
     )
     return Generated([sequence.tokens], [1] * len(step_ms), step_ms, prompt_ms, drafts)
-
-
-def end_tokens(model: nn.Module, given: int | list[int] | None) -> set[int]:
-    if given is None:
-        for config in (getattr(model, "generation_config", None), getattr(model, "config", None)):
-            given = getattr(config, "eos_token_id", None) if given is None else given
-    ends = [] if given is None else [given] if isinstance(given, int) else given
-    return {argument(token, "generate(eos_token_id)").whole() for token in ends}
 
 
 def ignored_settings(model: nn.Module) -> list[str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, TypeVar
 
 import torch
 
+from torch_pi2.base.fields import argument
 from torch_pi2.errors import ConfigError, NonFiniteError
 
 #: Logits are divided by the temperature; a smaller one would make them infinite.
@@ -63,6 +65,46 @@ def pick(logits_V: torch.Tensor, sampling: Sampling | None, generator: torch.Gen
         kept_V[0] = True  # despite rounding
         share_V = share_V[kept_V]
     return int(order_V[torch.multinomial(share_V, 1, generator=generator)])
+
+
+def end_tokens(model: Any, given: int | list[int] | None, tokenizer: Any = None) -> set[int]:
+    """Tokens that end a sequence: those ``given``, or the model's and those of ``tokenizer`` and its chat template."""
+    if given is not None:
+        return _ids(given)
+    own, other = (
+        _ids(getattr(getattr(model, name, None), "eos_token_id", None)) for name in ("generation_config", "config")
+    )
+    ends, added = own or other, added_tokens(tokenizer)
+    # a configuration that names none has its class's, which may be a word of this tokenizer
+    return ends | (other & set(added)) | _ids(getattr(tokenizer, "eos_token_id", None)) | _closing(tokenizer, added)
+
+
+def _ids(tokens: int | list[int] | None) -> set[int]:
+    several = [] if tokens is None else [tokens] if isinstance(tokens, int) else tokens
+    return {argument(token, "generate(eos_token_id)").whole() for token in several}
+
+
+def _closing(tokenizer: Any, added: Mapping[int, Any]) -> set[int]:
+    """The added token that the chat template writes after an answer."""
+    if not getattr(tokenizer, "chat_template", None):
+        return set()
+    answer = "Mark7"
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]
+    try:
+        after = tokenizer.apply_chat_template(chat, tokenize=False).partition(answer)[2].lstrip()
+    except Exception:  # a template raises whatever its author chose
+        return set()
+    ends = {str(one): token for token, one in added.items() if after.startswith(str(one))}
+    return {ends[max(ends, key=len)]} if ends else set()
+
+
+def added_tokens(tokenizer: Any) -> dict[int, Any]:
+    return getattr(tokenizer, "added_tokens_decoder", {})
+
+
+def hidden_tokens(tokenizer: Any, ends: Collection[int] = ()) -> set[int]:
+    """Tokens that texts leave out: special ones, and ``ends``."""
+    return {token for token, added in added_tokens(tokenizer).items() if added.special} | set(ends)
 
 
 class GeneratedSequence:
@@ -135,23 +177,31 @@ class StopStrings:
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings, self._held, self.reached = tuple(strings), "", False
+        self._shown: list[bool] = []  # letters of the held-back text
 
-    def add(self, piece: str) -> str:
-        """The part of the held-back text plus ``piece`` in which no stop string can begin."""
+    def add(self, piece: str, shown: bool = True) -> str:
+        """The part of the held-back text plus ``piece`` in which no stop string can begin. Text that is not ``shown``
+        can be a part of a stop string, but is left out.
+        """
         if self.reached:
             return ""
         text = self._held + piece
+        self._shown += [shown] * len(piece)
         found = [(at + len(stop), at) for stop in self._strings if (at := text.find(stop)) >= 0]
         if found:
             self.reached, self._held = True, ""
-            return text[: min(found)[1]]
+            return self._visible(text[: min(found)[1]])
         certain = len(text) - partial_match(text, self._strings)
         self._held = text[certain:]
-        return text[:certain]
+        return self._visible(text[:certain])
 
     def flush(self) -> str:
         held, self._held = self._held, ""
-        return held
+        return self._visible(held)
+
+    def _visible(self, text: str) -> str:
+        shown, self._shown = self._shown[: len(text)], self._shown[len(text) :]
+        return "".join(compress(text, shown))
 
 
 class TextStream:
@@ -162,7 +212,7 @@ class TextStream:
     Args:
         tokenizer: from Hugging Face.
         stops: strings before which the text ends.
-        hidden: ids that are left out of the text; None: the tokenizer's special ones.
+        hidden: ids that are left out of the text, though stop strings see them; None: the tokenizer's special ones.
         before: ids before the text, on which its first space or character may depend.
     """
 
@@ -173,7 +223,8 @@ class TextStream:
         hidden: Collection[int] | None = None,
         before: Sequence[int] = (),
     ) -> None:
-        self._tokenizer, self._stops, self._hidden = tokenizer, StopStrings(stops), hidden
+        self._tokenizer, self._stops = tokenizer, StopStrings(stops)
+        self._hidden = hidden_tokens(tokenizer) if hidden is None else hidden
         self._ids = list(before)
         self._from = 0  # the ids from here to ``_to`` are those whose text was returned last
         ends = range(len(before), max(len(before) - 4, 0), -1)  # the last ids may be bytes of a character
@@ -190,10 +241,14 @@ class TextStream:
         self._ids.append(token)
         # a token's text depends on the tokens before it (spaces); an incomplete character decodes to U+FFFD
         text = self._new()
-        if text.endswith("\ufffd"):
-            return ""
-        self._from, self._to = self._to, len(self._ids)
-        return self._stops.add(text)
+        if not text.endswith("\ufffd"):
+            self._from, self._to = self._to, len(self._ids)
+            text = self._stops.add(text)
+        else:
+            text = ""
+        if token in self._hidden:
+            text += self._stops.add(self._tokenizer.convert_ids_to_tokens(token), shown=False)
+        return text
 
     def end(self) -> str:
         """The text that was held back, after the last token."""
@@ -208,8 +263,6 @@ class TextStream:
         return whole[len(known) :]
 
     def _decode(self, ids: Sequence[int]) -> str:
-        if self._hidden is not None:
-            ids = [token for token in ids if token not in self._hidden]
-        special = self._hidden is None
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=special, clean_up_tokenization_spaces=False)
+        ids = [token for token in ids if token not in self._hidden]
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text

@@ -14,6 +14,7 @@ from torch import nn
 
 from torch_pi2.base.package import __version__, missing_package
 from torch_pi2.decode.budget import engine_bytes, scratch_bytes, wanted_neurons
+from torch_pi2.decode.sequence import end_tokens
 from torch_pi2.errors import ArtifactError
 from torch_pi2.export.decoder import prompt_sizes, sizes_of
 from torch_pi2.export.executorch import EXECUTORCH
@@ -76,7 +77,7 @@ def manifest_of(
         methods=entries,
         max_tokens=settings.max_tokens if decoder else 1,
         lanes=max(settings.batches) if decoder else 1,
-        eos=_eos(model) if decoder else (),
+        eos=tuple(sorted(end_tokens(model, None, source.tokenizer))) if decoder else (),
         bos=_bos(model, source.tokenizer) if decoder else None,
         lossy=tuple(_lossy(source, settings, methods)),
         pte_bytes=files[PROGRAM_FILE].bytes,
@@ -145,17 +146,10 @@ def runner_constants(source: Source, settings: ExportSettings) -> dict[str, int 
         "get_vocab_size": config.get_text_config(decoder=True).vocab_size,
         "use_kv_cache": True,
         "enable_dynamic_shape": True,
-        "get_eos_ids": list(_eos(source.model)),
+        "get_eos_ids": sorted(end_tokens(source.model, None, source.tokenizer)),
         "get_bos_id": _bos(source.model, source.tokenizer),
     }
     return {name: value for name, value in constants.items() if value not in (None, [])}
-
-
-def _eos(model: nn.Module) -> tuple[int, ...]:
-    eos: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    if eos is None:
-        eos = getattr(model.config, "eos_token_id", None)
-    return tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (int(eos),)
 
 
 def _bos(model: nn.Module, tokenizer: Any) -> int | None:

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from torch_pi2.decode.decoder import Decoder
-from torch_pi2.decode.generate import end_tokens
-from torch_pi2.decode.sequence import GeneratedSequence, Sampling, TextStream, pick
+from torch_pi2.decode.sequence import GeneratedSequence, Sampling, TextStream, end_tokens, hidden_tokens, pick
 from torch_pi2.errors import ConfigError, Pi2Error, ShapeError
 
 
@@ -73,7 +72,7 @@ class ReplyStats:
 
 
 class ChatSession:
-    """A conversation with ``model``; without a chat template, the model continues the concatenated messages.
+    """A conversation with ``model``; without a chat template, the model continues the messages, each on its own line.
 
     Args:
         max_tokens: of the whole conversation. limit: of an answer. sampling: None: greedy. system: the system message.
@@ -96,7 +95,7 @@ class ChatSession:
         compiled: bool = False,
     ) -> None:
         self._decoder = Decoder(model, max_tokens=max_tokens, compiled=compiled, logits=True)
-        self._tokenizer, self._ends = tokenizer, end_tokens(model, None)
+        self._tokenizer, self._ends = tokenizer, end_tokens(model, None, tokenizer)
         self._limit, self._sampling, self._seed = limit, sampling, seed
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self.template = has_template(tokenizer)
@@ -141,7 +140,8 @@ class ChatSession:
         length = min(len(ids) - 1, self._decoder.length, len(self._fed))
         known = next((i for i in range(length) if ids[i] != self._fed[i]), max(0, length))
         self.last = stats = ReplyStats(len(ids), known)
-        growing, text = GeneratedSequence(0, self._seed, limit, self._ends), TextStream(self._tokenizer)
+        growing = GeneratedSequence(0, self._seed, limit, self._ends)
+        text = TextStream(self._tokenizer, hidden=hidden_tokens(self._tokenizer, self._ends))
         self._seed += 1
         started = time.perf_counter()
         logits_1V = self._decoder.prompt(torch.tensor([ids]), known=known).cpu()
@@ -154,13 +154,18 @@ class ChatSession:
                 self._fed.append(growing.tokens[-1])
             growing.append(pick(logits_1V[0], self._sampling, growing.random))
             stats.tokens, stats.seconds = len(growing.tokens), stats.seconds + time.perf_counter() - started
-            if growing.tokens[-1] not in self._ends:
-                yield text.add(growing.tokens[-1])
+            yield text.add(growing.tokens[-1])
         stats.ended = growing.ended
         yield text.end()
 
     def _ids(self) -> list[int]:
         if self.template:
             return chat_ids(self._tokenizer, self.messages)
-        ids: list[int] = self._tokenizer("".join(message["content"] for message in self.messages))["input_ids"]
+        text = ""
+        for message in self.messages:
+            new = message["content"]
+            if message["role"] != "assistant" and text and not (text[-1].isspace() or new[:1].isspace()):
+                text += "\n"  # a line was entered, after an answer that may have been cut
+            text += new
+        ids: list[int] = self._tokenizer(text)["input_ids"]
         return ids

@@ -70,6 +70,8 @@ class Grammar:
         allowed_V = torch.zeros(len(scores_V), dtype=torch.bool)
         known = np.unpackbits(bits, bitorder="little")[: len(scores_V)]
         allowed_V[: len(known)] = torch.from_numpy(known).bool()
+        if not allowed_V.any():
+            raise _refused(self._what, "one that only goes on with tokens that the model has not")
         return scores_V.masked_fill(~allowed_V, -torch.inf)
 
     def take(self, token: int) -> bool:
@@ -130,7 +132,10 @@ class Grammars:
     def _known(self, what: str) -> Any:
         if self._ll_tokenizer is None:
             try:
-                self._ll_tokenizer = from_tokenizer(self._tokenizer, self._vocabulary, sorted(self._ends) or None)
+                known = max(self._tokenizer.get_vocab().values(), default=0) + 1  # more than the model's, or fewer
+                self._ll_tokenizer = from_tokenizer(
+                    self._tokenizer, max(self._vocabulary, known), sorted(self._ends) or None
+                )
             except ValueError as error:
                 raise ConfigError(
                     what,

@@ -8,15 +8,13 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
 from torch_pi2.decode.decoder import check_vocabulary
-from torch_pi2.decode.generate import end_tokens
-from torch_pi2.decode.sequence import LEAST_TEMPERATURE, Sampling, TextStream
+from torch_pi2.decode.sequence import LEAST_TEMPERATURE, Sampling, TextStream, end_tokens, hidden_tokens
 from torch_pi2.errors import ConfigError
 from torch_pi2.serve.batch import Batch, EndEvent, Sequence, TokenEvent, closed
 from torch_pi2.serve.chat import chat_ids, template_of
@@ -44,12 +42,13 @@ class ServedModel:
         name: for clients. model, tokenizer: from Hugging Face. batch: of this model, started.
 
     Attributes:
-        created: Unix time. model, tokenizer, batch: as given.
+        created: Unix time. model, tokenizer, batch: as given. hidden: tokens that texts leave out.
     """
 
     def __init__(self, name: str, model: nn.Module, tokenizer: Any, batch: Batch) -> None:
         self.name, self.tokenizer, self.batch, self.created = name, tokenizer, batch, int(time.time())
-        self.model, self._ends = model, end_tokens(model, None)
+        self.model, self._ends = model, end_tokens(model, None, tokenizer)
+        self.hidden = hidden_tokens(tokenizer, self._ends)
         self._vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
         self._grammars = Grammars(tokenizer, self._ends, self._vocabulary)
 
@@ -109,18 +108,13 @@ class ServedModel:
         check_vocabulary(self.model, torch.tensor([max(-1, min(token, most)) for token in ids]), "prompt")
         return ids
 
-    @cached_property
-    def _special(self) -> set[int]:
-        return {token for token, added in self.tokenizer.added_tokens_decoder.items() if added.special}
-
     def _text(
         self, request: CompletionRequest | ChatRequest, form: ToolCallFormat | None, prompt: list[int]
     ) -> TextStream:
         """The text of an answer. The first space of a completion may depend on its prompt."""
         before = prompt[-_BEFORE:] if isinstance(request, CompletionRequest) else ()
         marks = {token_of(self.tokenizer, mark) for mark in (form.begin, form.end)} if form else set()
-        hidden = self._special - marks if marks & self._special else None
-        return TextStream(self.tokenizer, request.stop, hidden, before)
+        return TextStream(self.tokenizer, request.stop, self.hidden - marks, before)
 
     async def answer(
         self, request: CompletionRequest | ChatRequest, prompts: list[list[int]]
@@ -151,7 +145,7 @@ class ServedModel:
                 number, event = await events.get()
                 if number not in going:
                     continue
-                piece = _piece(event, texts[number], sequences[number])
+                piece = _piece(event, texts[number])
                 yield number, piece
                 if piece.finish is not None:
                     going.remove(number)
@@ -204,12 +198,11 @@ def _limit(request: CompletionRequest | ChatRequest, available: int) -> int:
     return request.max_tokens or 16
 
 
-def _piece(event: TokenEvent | EndEvent, text: TextStream, sequence: Sequence) -> Piece:
+def _piece(event: TokenEvent | EndEvent, text: TextStream) -> Piece:
     if isinstance(event, EndEvent):
         if event.error is not None:
             raise event.error
         if event.reason == "cancelled":  # not by the client, who does not listen then
             raise closed()
         return Piece(text.end(), finish="stop" if text.stopped else event.reason)
-    new = "" if event.token in sequence.ends else text.add(event.token)
-    return Piece(new, [event], "stop" if text.stopped else None)
+    return Piece(text.add(event.token), [event], "stop" if text.stopped else None)

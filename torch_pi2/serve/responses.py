@@ -93,8 +93,17 @@ class CompletionResponse(Response):
     def _offset(self, number: int, token: int) -> int:
         """Number of characters in the tokens before this one, sent or held back."""
         before = self._letters[number]
-        self._letters[number] += len(self._decoders[number].decode(self._served.bytes_of(token)))
+        if token not in self._served.hidden:
+            self._letters[number] += len(self._decoders[number].decode(self._served.bytes_of(token)))
         return before
+
+    def _top(self, top: tuple[tuple[int, float], ...]) -> dict[str, float]:
+        """Log probabilities by text; of tokens with the same text, the less likely are called by their ids."""
+        found: dict[str, float] = {}
+        for token, value in top:
+            text = self._text(token)
+            found[f"token_id:{token}" if text in found else text] = value
+        return found
 
     def _choice(self, number: int, text: str, tokens: list[TokenEvent]) -> dict[str, Any]:
         logprobs: dict[str, Any] | None = None
@@ -102,7 +111,7 @@ class CompletionResponse(Response):
             logprobs = {
                 "tokens": [self._text(event.token) for event in tokens],
                 "token_logprobs": [event.logprob for event in tokens],
-                "top_logprobs": [{self._text(token): value for token, value in event.top} for event in tokens],
+                "top_logprobs": [self._top(event.top) for event in tokens],
                 "text_offset": [self._offset(number, event.token) for event in tokens],
             }
         return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": self._finish[number]}

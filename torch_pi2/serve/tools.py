@@ -133,12 +133,15 @@ class ToolCallParser:
     def _text(self, last: bool) -> _Reading:
         form, rest = self._form, self._rest
         if form.bare and not self._has_text and rest.lstrip().startswith("{"):
-            self._rest, self._begin, self._reads = rest.lstrip(), "", self._object
+            self._rest = rest.lstrip()
+            self._begin, self._reads = rest[: -len(self._rest)], self._object
             return True
         at = rest.find(form.begin)
         if at >= 0:
-            yield from self._plain(rest[:at].rstrip())
-            self._rest, self._begin, self._reads = rest[at + len(form.begin) :], form.begin, self._between
+            before = rest[:at].rstrip()
+            yield from self._plain(before)
+            self._rest, self._reads = rest[at + len(form.begin) :], self._between
+            self._begin = rest[len(before) : at] + form.begin
             return True
         if last and self.count:
             rest = rest.rstrip()
@@ -151,6 +154,7 @@ class ToolCallParser:
     def _between(self, last: bool) -> _Reading:
         form, rest = self._form, self._rest.lstrip(" \n[,;")
         if rest.startswith("{"):
+            self._begin += self._rest[: -len(rest)] if self._begin else ""
             self._rest, self._reads = rest, self._object
         elif form.end and rest.startswith(form.end):
             self._rest, self._begin, self._reads = rest[len(form.end) :], "", self._text
@@ -214,14 +218,18 @@ class ToolCallParser:
 
 
 def _call_in(text: str) -> tuple[str, str] | None:
-    """Name and arguments of a call whose fields are in another order; None if it is not a call."""
+    """Name and arguments of a call whose fields are in another order, or that has none; None if it is not a call."""
     try:
         value = json.loads(text)
     except ValueError:
         return None
     name = value.get("name")
-    arguments = value.get("arguments", value.get("parameters"))
-    if not isinstance(name, str) or not isinstance(arguments, (dict, str)):
+    arguments = value.get("arguments", value.get("parameters")) or {}
+    try:
+        known = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return None
+    if not isinstance(name, str) or not isinstance(known, dict):
         return None
     return name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
