@@ -18,6 +18,7 @@ from torch import nn
 
 from benchmarks import traffic
 from benchmarks.arguments import add_activations, add_lengths, add_peers, add_source, list_of
+from benchmarks.attention import attention_ms
 from benchmarks.figures import medians, ratios, spread, summary
 from benchmarks.gguf import write_gguf
 from benchmarks.peer import Peer
@@ -32,7 +33,6 @@ from torch_pi2.formats import QUANTIZED
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.machine import process as machine
 from torch_pi2.observe import counters, timings
-from torch_pi2.observe.steps import attention_ms
 from torch_pi2.ops import load as load_library
 
 PEERS = ("llama.cpp",)

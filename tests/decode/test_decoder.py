@@ -13,13 +13,13 @@ from tiny_models import VOCAB, tiny
 from torch import nn
 
 import torch_pi2
+from benchmarks.attention import Recorder
 from torch_pi2.base.offloaded import OffloadedParameter
 from torch_pi2.decode.attention import masks_of, packed_attention, packed_sdpa
 from torch_pi2.decode.decoder import Decoder
 from torch_pi2.errors import ConfigError, Pi2Error, ShapeError, UnsupportedModelError
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import sparse_layers
-from torch_pi2.observe.steps import Recorder
 from torch_pi2.ops import load
 
 load()

@@ -16,7 +16,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn, Self
 
 import torch
@@ -262,9 +261,7 @@ class TensorWriter:
         while done < len(data):
             done += os.pwrite(self._file, data[done : done + PIECE], offset + done)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, _error: object, _trace: object) -> None:
         self._bar.close()
         missing = [name for name, left in self._left.items() if left]
         if kind is not None or missing:

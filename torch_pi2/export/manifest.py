@@ -318,14 +318,10 @@ def _fields_of(kind: Any, found: Field) -> dict[str, Any]:
         if not is_dataclass(one):
             fields[name] = at.take(hint)
         elif one is hint:
-            fields[name] = _made(one, at)
+            fields[name] = one(**_fields_of(one, at))
         else:
-            fields[name] = {key: _made(one, item) for key, item in at.each().items()}
+            fields[name] = {key: one(**_fields_of(one, item)) for key, item in at.each().items()}
     return fields
-
-
-def _made(kind: Any, found: Field) -> Any:
-    return kind(**_fields_of(kind, found))
 
 
 def _check(m: Manifest) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -187,7 +188,8 @@ def write_store(path: Path, homes: Sequence[SparseLayer], plan: Plan, *, progres
     text = torch.frombuffer(bytearray(plan.to_json().encode()), dtype=torch.uint8)
     parts = {"pi2.plan": text} | {f"pi2.plan.{name}": order for name, order in plan.orders.items()}
     beside = {_name(y.site.key, role): tensor for y, tensors in zip(homes, small) for role, tensor in tensors.items()}
-    others = _InMemory(parts | beside)
+    tensors = parts | beside
+    others = SimpleNamespace(read_bytes=lambda name, start, stop: _bytes(tensors[name])[start:stop])
     groups = [{name: Spec.of(tensor) for name, tensor in group.items()} for group in (parts, beside)]
     provenance = json.dumps({"torch_pi2": __version__, "from": "torch_pi2.export", "weights": kinds_of(homes)})
     others_of = {key: other for key, other in kinds.items() if other != kind}
@@ -296,16 +298,6 @@ def _small_tensors(home: SparseLayer) -> dict[str, torch.Tensor]:
     roles = {"signs": "a", "bias": "b_bias"}
     found |= {roles.get(name, name): tensor for name, tensor in predictor.items()}
     return {role: tensor.detach().contiguous() for role, tensor in found.items() if tensor is not None}
-
-
-class _InMemory:
-    """Tensors to copy into a store."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = tensors
-
-    def read_bytes(self, name: str, start: int, stop: int) -> torch.Tensor:
-        return _bytes(self._tensors[name])[start:stop]
 
 
 def _reader(ffn: SparseFFN, opened: Callable[[Path], StoreReader]) -> Callable[[int, int], torch.Tensor]:

@@ -28,18 +28,11 @@ _PAPER = "PowerInfer-2, arXiv 2406.06282v3"
 _MEASURED, _TABLE_1 = f"{_PAPER}, measurements of UFS 4.0 around Fig. 3b", f"{_PAPER}, Table 1"
 
 
-def _figures(**figures: Any) -> dict[str, Any]:
-    """One row of a description; ``published`` becomes ``from``."""
-    published = {"from": figures.pop("published")} if "published" in figures else {}
-    return figures | published
-
-
-def _random(block: int, reach: int, depth: int, mb_per_s: float, **source: str) -> dict[str, Any]:
-    return _figures(block_bytes=block, range_bytes=reach, depth=depth, mb_per_s=mb_per_s, **source)
-
-
-def _in_order(block: int, depth: int, mb_per_s: float, **source: str) -> dict[str, Any]:
-    return _figures(block_bytes=block, depth=depth, mb_per_s=mb_per_s, **source)
+def _rate(at: Sequence[int], mb_per_s: float, assumed: str, published: str = "") -> dict[str, Any]:
+    """A row of a table; ``at``: block, range and depth of random reads, block and depth of sequential ones."""
+    axes = _AXES["random" if len(at) == 3 else "sequential"]
+    row = {**dict(zip(axes, at, strict=True)), "mb_per_s": mb_per_s, "assumed": assumed}
+    return row | ({"from": published} if published else {})
 
 
 _UFS_4_0: dict[str, Any] = {
@@ -51,35 +44,25 @@ _UFS_4_0: dict[str, Any] = {
     },
     "max_depth": {"value": 32, "from": "Ripple, arXiv 2410.19274: one command queue of 32 entries"},
     "random": [
-        _random(_KB4, _MB128, 32, 1076.10, published=f"{_TABLE_1}, big core", assumed="the depth"),
-        _random(
-            _KB4,
-            _MB512,
-            32,
-            850,
-            published=f"{_MEASURED}: below 850 MB/s",
-            assumed="just below; the depth and the core",
-        ),
-        _random(_KB512, _MB128, 32, 3500, published=_MEASURED, assumed="the range, the depth and the core"),
-        _random(
-            _KB512,
-            _MB512,
-            32,
+        _rate((_KB4, _MB128, 32), 1076.10, "the depth", f"{_TABLE_1}, big core"),
+        _rate((_KB4, _MB512, 32), 850, "just below; the depth and the core", f"{_MEASURED}: below 850 MB/s"),
+        _rate((_KB512, _MB128, 32), 3500, "the range, the depth and the core", _MEASURED),
+        _rate(
+            (_KB512, _MB512, 32),
             3500,
-            assumed="no effect of the range at this size; the paper says that it is strongest for small blocks",
+            "no effect of the range at this size; the paper says that it is strongest for small blocks",
         ),
     ],
     "sequential": [
-        _in_order(
-            _KB4,
-            1,
+        _rate(
+            (_KB4, 1),
             450,
-            published=_MEASURED,
-            assumed="the depth: less than random reads of this size can only be one at a time; the core",
+            "the depth: less than random reads of this size can only be one at a time; the core",
+            _MEASURED,
         ),
-        _in_order(_KB4, 32, 1076.10, assumed="as random reads over 128 MB"),
-        _in_order(_KB512, 1, 3844.5, assumed="4,000 MB/s and the latency"),
-        _in_order(_KB512, 32, 4000, published=_MEASURED, assumed="the depth and the core"),
+        _rate((_KB4, 32), 1076.10, "as random reads over 128 MB"),
+        _rate((_KB512, 1), 3844.5, "4,000 MB/s and the latency"),
+        _rate((_KB512, 32), 4000, "the depth and the core", _MEASURED),
     ],
 }
 

@@ -12,7 +12,6 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -72,9 +71,7 @@ class Recording(ABC):
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(
-        self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         try:
             self.stop()
         except Pi2Error as unwritten:

@@ -22,7 +22,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -114,9 +113,7 @@ class Watch:
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(
-        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._on:
             self.stop()
 

@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -131,9 +130,7 @@ class RoutedRecorder:
             self._hooks.append(module.register_forward_hook(self._watch(block), with_kwargs=True))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
