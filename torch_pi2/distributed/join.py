@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torch_pi2.base.fields import Field
+from torch_pi2.base.fields import Field, argument
 from torch_pi2.base.package import __version__
 from torch_pi2.base.reading import parse
 from torch_pi2.distributed.group import Group, of_each
@@ -122,11 +122,9 @@ def join(reader: StoreReader, plan: Plan, hf: Any, how: GroupConfig, settings: M
     for rank, (theirs, *_) in enumerate(everyone):
         for name, value in first.items():
             if theirs[name] != value:
-                raise ConfigError(
-                    f"{name} of process {rank} of {shard.ranks}",
-                    expected=f"{value}, as process 0 has",
-                    found=theirs[name],
-                    fix="Give all processes the same: they compute one model together.",
+                fix = "Give all processes the same: they compute one model together."
+                argument(theirs[name], f"{name} of process {rank} of {shard.ranks}", fix).wrong(
+                    f"{value}, as process 0 has", theirs[name]
                 )
     shards = tuple(Shard.from_json(Field(parse(text, "shard"), "shard", "")) for _, text, _ in everyone)
     check_complete(shards, str(reader.path))
@@ -140,9 +138,6 @@ def join(reader: StoreReader, plan: Plan, hf: Any, how: GroupConfig, settings: M
 def check_activations(plan: Plan) -> None:
     """Raises ConfigError: a layer needs the gates of all neurons at once."""
     if key := next((layer.site.key for layer in plan.layers if cuts(layer.site.activation)), None):
-        raise ConfigError(
-            f"{key} in shards",
-            expected="an activation of each neuron by itself",
-            found="one that compares each gate with those of all neurons",
-            fix="Load the whole model on one machine.",
+        argument(plan, f"{key} in shards", "Load the whole model on one machine.").wrong(
+            "an activation of each neuron by itself", "one that compares each gate with those of all neurons"
         )

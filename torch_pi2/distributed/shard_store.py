@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from torch_pi2.base.fields import argument
 from torch_pi2.base.tensorfile import Spec
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.ops.constants import chunk_neurons
@@ -65,19 +66,13 @@ def partition_layers(plan: Plan, ranks: int, shares: Sequence[float] | None = No
         site, block = layer.site, block_of(layer.site.key)
         sizes[block] = sizes.get(block, 0) + site.intermediate * site.rows_per_neuron * site.hidden
     if row_of_blocks(layer.site.key for layer in plan.layers) is None:
-        raise ConfigError(
-            "stages of layers",
-            expected="feed-forward layers in the blocks of one row, such as model.layers.0, model.layers.1",
-            found=", ".join([*sizes][:3]),
-            fix="Partition by neurons, by='neurons'.",
+        argument(plan, "stages of layers", "Partition by neurons, by='neurons'.").wrong(
+            "feed-forward layers in the blocks of one row, such as model.layers.0, model.layers.1",
+            ", ".join([*sizes][:3]),
         )
     if len(sizes) < ranks:
-        raise ConfigError(
-            f"{ranks} machines for {len(sizes)} blocks of layers",
-            expected=f"at most {len(sizes)}",
-            found=str(ranks),
-            fix="Use fewer machines, or partition by neurons, by='neurons'.",
-        )
+        fix = "Use fewer machines, or partition by neurons, by='neurons'."
+        argument(ranks, f"{ranks} machines for {len(sizes)} blocks of layers", fix).wrong(f"at most {len(sizes)}")
     before, ends = [0, *accumulate(sizes.values())], list[int]()
     for rank in range(1, ranks):  # as near to its share as possible, at least one block
         target = sum(weights[:rank]) * before[-1]
@@ -107,11 +102,8 @@ def check_ranks(ranks: int, shares: Sequence[float] | None) -> None:
         expected = f"2 to {MOST_RANKS} machines"
         raise ConfigError("ranks", expected=expected, found=str(ranks), fix="Choose another number.")
     if shares is not None and (len(shares) != ranks or not all(0 < share < float("inf") for share in shares)):
-        raise ConfigError(
-            "shares",
-            expected=f"{ranks} numbers above 0, one for each machine",
-            found=", ".join(f"{share:g}" for share in shares) or "none",
-            fix="Give each machine its share of the neurons, such as 2,1.",
+        argument(shares, "shares", "Give each machine its share of the neurons, such as 2,1.").wrong(
+            f"{ranks} numbers above 0, one for each machine", ", ".join(f"{share:g}" for share in shares) or "none"
         )
 
 
@@ -120,11 +112,8 @@ def _chunks(layer: LayerPlan, shares: Sequence[float]) -> list[tuple[int, ...]]:
     size = chunk_neurons(layer.site.intermediate)
     work = [float(part.sum()) for part in _work(layer).split(size)]
     if len(work) < len(shares):
-        raise ConfigError(
-            f"{len(shares)} machines for {layer.site.key}",
-            expected=f"at most {len(work)}, as it has {len(work)} chunks of {size} neurons",
-            found=str(len(shares)),
-            fix="Use fewer machines.",
+        argument(len(shares), f"{len(shares)} machines for {layer.site.key}", "Use fewer machines.").wrong(
+            f"at most {len(work)}, as it has {len(work)} chunks of {size} neurons"
         )
     counts = _apportioned(len(work), shares)
     mine: list[list[int]] = [[] for _ in shares]

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from torch_pi2.base.fields import checked
+from torch_pi2.base.fields import argument, checked
 from torch_pi2.base.files import atomic_write, replacing_folder
 from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.decode.generate import ignored_settings
@@ -150,11 +150,9 @@ def _check_model(
 ) -> None:
     what = f"export of {type(model).__name__}"
     if dynamic_shapes is not None and not has_example:
-        raise ConfigError(
-            f"{what} with dynamic_shapes",
-            expected="the example inputs that they describe (args=... or kwargs=...)",
-            found="none",
-            fix="Leave it out for a Hugging Face decoder, whose methods have shapes of their own.",
+        fix = "Leave it out for a Hugging Face decoder, whose methods have shapes of their own."
+        argument(dynamic_shapes, f"{what} with dynamic_shapes", fix).wrong(
+            "the example inputs that they describe (args=... or kwargs=...)", "none"
         )
     if not decoder and not has_example:
         raise ConfigError(
@@ -226,12 +224,8 @@ def _save_small(model: nn.Module, tokenizer: Any, staging: Path) -> None:
     if tokenizer is None:
         return
     if not hasattr(tokenizer, "save_pretrained"):
-        raise ConfigError(
-            "export(tokenizer=...)",
-            expected="a tokenizer of transformers",
-            found=type(tokenizer).__name__,
-            fix="Pass AutoTokenizer.from_pretrained(...).",
-        )
+        fix = "Pass AutoTokenizer.from_pretrained(...)."
+        argument(tokenizer, "export(tokenizer=...)", fix).wrong("a tokenizer of transformers", type(tokenizer).__name__)
     tokenizer.save_pretrained(staging)
     for path in staging.iterdir():  # unused additional chat templates
         if path.is_dir():

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from torch_pi2.base.fields import argument
 from torch_pi2.base.memory import trim
 from torch_pi2.decode.kv_cache import cache_name, cache_of
-from torch_pi2.errors import ConfigError, UnsupportedModelError
+from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.export.attention import (
     KV_DTYPES,
     Select,
@@ -185,11 +186,8 @@ def _check_attention(model: nn.Module, config: Any, max_tokens: int, kv: str, ou
         refuse("positions in rotary embeddings or tables", found)
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and max_tokens > positions:
-        raise ConfigError(
-            "export(max_tokens=...)",
-            expected=f"at most {positions}, the positions that the model has (max_position_embeddings)",
-            found=str(max_tokens),
-            fix="Export with fewer.",
+        argument(max_tokens, "export(max_tokens=...)", "Export with fewer.").wrong(
+            f"at most {positions}, the positions that the model has (max_position_embeddings)"
         )
     if kv != "float32" and not ours:
         found = "one with attention in its own code, which reads keys and values in float32"
@@ -287,12 +285,9 @@ def check_traced(lanes: Lanes, programs: Programs, *, max_prompt: int, smooth: b
     while bad - good > 1:
         middle = (good + bad) // 2
         good, bad = (middle, bad) if difference(middle) <= tolerance else (good, middle)
-    raise ConfigError(
-        "export(max_tokens=...)",
-        expected=f"at most {good}: {name} computes its attention otherwise in longer sequences (rotary embeddings that "
-        "depend on the length, a window, or a scale)",
-        found=str(length),
-        fix=f"Export with max_tokens={good}.",
+    argument(length, "export(max_tokens=...)", f"Export with max_tokens={good}.").wrong(
+        f"at most {good}: {name} computes its attention otherwise in longer sequences (rotary embeddings that "
+        "depend on the length, a window, or a scale)"
     )
 
 

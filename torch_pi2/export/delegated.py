@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_pi2.base.fields import argument
 from torch_pi2.base.offloaded import OffloadedParameter
 from torch_pi2.base.package import missing_package
 from torch_pi2.errors import ConfigError, UnsupportedModelError
@@ -253,12 +254,8 @@ def linears_of(model: nn.Module, asked: str) -> str:
         return asked
     kind = ", ".join(kinds)
     if asked not in ("float32", kind):
-        raise ConfigError(
-            "export(linears=...)",
-            expected=f"nothing, as those of the model are in {kind}",
-            found=repr(asked),
-            fix="Leave it out, or export the float model.",
-        )
+        fix = "Leave it out, or export the float model."
+        argument(asked, "export(linears=...)", fix).wrong(f"nothing, as those of the model are in {kind}")
     return kind
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from torch_pi2.errors import ConfigError
+from torch_pi2.base.fields import argument
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.offloaded import OffloadedFFN
 from torch_pi2.layers.rows import row_of_each
@@ -141,11 +141,9 @@ def chunks_per_batch(
 
     wrong = [] if given is None else [batch for batch in batches if given.get(batch, 0) < 1]
     if given is not None and wrong:
-        raise ConfigError(
-            "export(hot=...)",
-            expected=f"1 or more chunks for each batch size of {list(batches)}",
-            found=f"{given.get(wrong[0])} for {wrong[0]}",
-            fix="Correct it. (By default an NPU gets what the statistics say, and xnnpack nothing.)",
+        fix = "Correct it. (By default an NPU gets what the statistics say, and xnnpack nothing.)"
+        argument(given, "export(hot=...)", fix).wrong(
+            f"1 or more chunks for each batch size of {list(batches)}", f"{given.get(wrong[0])} for {wrong[0]}"
         )
     most = [-(-ffn.site.intermediate // CHUNK) for ffn in layers]
     return {batch: [max(1, min(wanted(batch, i, ffn), most[i])) for i, ffn in enumerate(layers)] for batch in batches}

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_pi2.base.fields import argument
 from torch_pi2.errors import ConfigError, Pi2Error, UnsupportedModelError
 from torch_pi2.export import qnn
 from torch_pi2.export.attention import masks_of
@@ -377,11 +378,8 @@ def place_attention(
         return _ON_CPU
     try:
         if not prompts:
-            raise ConfigError(
-                "export(hot_attention='prompts')",
-                expected="methods that read prompts on the accelerator (hot_prompts)",
-                found="none",
-                fix="Pass hot_prompts, sizes below max_tokens.",
+            argument(asked, "export(hot_attention='prompts')", "Pass hot_prompts, sizes below max_tokens.").wrong(
+                "methods that read prompts on the accelerator (hot_prompts)", "none"
             )
         # quantised graphs have no 16-bit float inputs
         quantised = soc is not None and settings.precision != "fp16"

@@ -178,7 +178,8 @@ class Manifest:
         Raises:
             ArtifactError: a field is missing, invalid, or contradicts another; names ``where`` and the field.
         """
-        return cls(**_fields_of(cls, Field(data, where, _FIX)), where=where)
+        made: Manifest = _made(cls, Field(data, where, _FIX), where=where)
+        return made
 
     def save(self, folder: str | Path) -> None:
         """Write ``folder``/manifest.json atomically. Raises ArtifactError."""
@@ -306,8 +307,8 @@ def _check_file(path: Path, entry: FileEntry, what: str, progress: Any = None) -
         raise differs(sums(entry), f"{sums(found)}: it was changed or damaged")
 
 
-def _fields_of(kind: Any, found: Field) -> dict[str, Any]:
-    """The fields of a dataclass in a file, at :data:`_PLACES`; further fields are ignored."""
+def _made(kind: Any, found: Field, **more: Any) -> Any:
+    """The dataclass ``kind`` from its fields in a file, at :data:`_PLACES`; further fields are ignored."""
     hints = {name: hint for name, hint in get_type_hints(kind).items() if name != "where"}
     fields = {}
     for name, hint in hints.items():
@@ -318,10 +319,10 @@ def _fields_of(kind: Any, found: Field) -> dict[str, Any]:
         if not is_dataclass(one):
             fields[name] = at.take(hint)
         elif one is hint:
-            fields[name] = one(**_fields_of(one, at))
+            fields[name] = _made(one, at)
         else:
-            fields[name] = {key: one(**_fields_of(one, item)) for key, item in at.each().items()}
-    return fields
+            fields[name] = {key: _made(one, item) for key, item in at.each().items()}
+    return kind(**fields, **more)
 
 
 def _check(m: Manifest) -> None:

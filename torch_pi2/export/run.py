@@ -128,11 +128,8 @@ class Bundle:
         self.manifest = Manifest.load(self.folder, verify is not False)
         for name, given in (("store", store), ("trace", trace)):
             if given is not None and not self.manifest.model.layers:
-                raise ConfigError(
-                    f"Bundle({self.folder}, {name}=...)",
-                    expected="a bundle with neurons",
-                    found="one without, all of whose weights are in its program",
-                    fix="Leave it out.",
+                argument(given, f"Bundle({self.folder}, {name}=...)", "Leave it out.").wrong(
+                    "a bundle with neurons", "one without, all of whose weights are in its program"
                 )
         place = Path(self.folder if store is None else store).absolute()
         self.store = place / STORE_FILE if place.is_dir() else place
@@ -424,11 +421,9 @@ def _cache_kib(manifest: Manifest, folder: Path, budget: int) -> int:
     """KiB of neuron cache within ``budget``. Raises ConfigError: none is left."""
     cache = budget - manifest.fixed_bytes
     if cache < 1024:
-        raise ConfigError(
-            f"budget for {folder}",
-            expected=f"more than {-(-manifest.fixed_bytes // 2**20)} MiB, which it takes without any neurons",
-            found=f"{budget / 2**20:.0f} MiB",
-            fix="Give it more, or export with fewer tokens or batches.",
+        argument(budget, f"budget for {folder}", "Give it more, or export with fewer tokens or batches.").wrong(
+            f"more than {-(-manifest.fixed_bytes // 2**20)} MiB, which it takes without any neurons",
+            f"{budget / 2**20:.0f} MiB",
         )
     if cache < min(manifest.token_bytes, manifest.ffn_bytes):
         _log.warning(

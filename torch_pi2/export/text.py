@@ -252,11 +252,8 @@ def encode(
         ids = list(prompt)
     wrong = next((t for t in ids if type(t) is not int or not 0 <= t < vocab), None)
     if not ids or wrong is not None:
-        raise ConfigError(
-            "prompt",
-            expected=f"text, messages, or tokens of one sequence below {vocab}",
-            found=f"the token {wrong!r}" if ids else "no tokens",
-            fix="Pass at least one token, and the tokenizer of this model.",
+        argument(prompt, "prompt", "Pass at least one token, and the tokenizer of this model.").wrong(
+            f"text, messages, or tokens of one sequence below {vocab}", f"the token {wrong!r}" if ids else "no tokens"
         )
     return ids
 
@@ -264,12 +261,8 @@ def encode(
 def chat_text(tokenizer: Any, messages: Any) -> str:
     """``messages`` in the tokenizer's chat template, up to the answer. Raises ConfigError."""
     if getattr(tokenizer, "chat_template", None) is None:
-        raise ConfigError(
-            "chat",
-            expected="a tokenizer with a chat template",
-            found="none in tokenizer_config.json",
-            fix="Pass the prompt as text, or export with a tokenizer that has one.",
-        )
+        fix = "Pass the prompt as text, or export with a tokenizer that has one."
+        argument(tokenizer, "chat", fix).wrong("a tokenizer with a chat template", "none in tokenizer_config.json")
     try:
         return _text_of(tokenizer, messages)
     except ConfigError:

@@ -18,10 +18,10 @@ from transformers.quantizers.auto import (
     register_quantizer,
 )
 
+from torch_pi2.base.fields import argument
 from torch_pi2.base.files import replacing_folder
 from torch_pi2.checkpoint.save_load import current_state, save_parts
 from torch_pi2.checkpoint.sparse import save_weights, save_without_weights
-from torch_pi2.errors import ConfigError
 from torch_pi2.hf.quantizer import Pi2QuantizationConfig, Pi2Quantizer
 from torch_pi2.rewrite.state import ModelState, store_of
 from torch_pi2.store.folder import HF_METHOD, PI2_FOLDER, check_separate, declare
@@ -57,11 +57,9 @@ def _merging(usual: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(passed, Mapping):
             passed = Pi2QuantizationConfig(**passed)
         if not isinstance(passed, Pi2QuantizationConfig):
-            raise ConfigError(
-                "from_pretrained(quantization_config=...)",
-                expected="a Pi2QuantizationConfig: the folder has its weights in torch_pi2's form",
-                found=f"a {type(passed).__name__}",
-                fix="Leave it out, or quantise the float checkpoint.",
+            fix = "Leave it out, or quantise the float checkpoint."
+            argument(passed, "from_pretrained(quantization_config=...)", fix).wrong(
+                "a Pi2QuantizationConfig: the folder has its weights in torch_pi2's form", f"a {type(passed).__name__}"
             )
         return passed.over(own)
 
@@ -83,11 +81,9 @@ def _saving(usual: Callable[..., Any]) -> Callable[..., Any]:
             return usual(self, save_directory, *args, **kwargs)
         for name in _UNSUPPORTED:
             if given.get(name):
-                raise ConfigError(
-                    f"save_pretrained({name}=...)",
-                    expected="a model with the weights that it was loaded with",
-                    found="other files or values to write",
-                    fix="Use model.push_to_hub(name)." if name == "push_to_hub" else "Leave it out.",
+                fix = "Use model.push_to_hub(name)." if name == "push_to_hub" else "Leave it out."
+                argument(given, f"save_pretrained({name}=...)", fix).wrong(
+                    "a model with the weights that it was loaded with", "other files or values to write"
                 )
         if given.get("is_main_process", True):
             _write(self, Path(save_directory))

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from torch_pi2.base.fields import Field
+from torch_pi2.base.fields import Field, argument
 from torch_pi2.base.reading import parse, read_bytes
-from torch_pi2.errors import ConfigError
 from torch_pi2.ops import load
 
 _MB = 1e6
@@ -100,12 +99,8 @@ def find_device(device: str | Path) -> Device:
     if name in PRESETS:
         return parse_device(PRESETS[name], f"preset {name}")
     if not os.path.lexists(path):
-        raise ConfigError(
-            "device",
-            expected=f"{', '.join(PRESETS)} or a JSON file",
-            found=repr(name),
-            fix="Name one of them; docs/DEVICES.md says how to describe another.",
-        )
+        fix = "Name one of them; docs/DEVICES.md says how to describe another."
+        argument(name, "device", fix).wrong(f"{', '.join(PRESETS)} or a JSON file", repr(name))
     return parse_device(parse(read_bytes(path, fix=_FIX), path, fix=_FIX), str(path))
 
 

@@ -14,10 +14,9 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 
-from torch_pi2.base.fields import checked
+from torch_pi2.base.fields import argument, checked
 from torch_pi2.base.files import cache_folder
 from torch_pi2.base.package import __version__
-from torch_pi2.errors import ConfigError
 from torch_pi2.machine import process
 from torch_pi2.machine.device import Device, find_device
 from torch_pi2.machine.hardware import KERNELS, VERSION, Accelerator, Hardware, Kernel, Line
@@ -56,21 +55,14 @@ def find_hardware(name: str | Path) -> Hardware:
     if text == "measured":
         path = cached_path()
         if not os.path.lexists(path):
-            raise ConfigError(
-                "hardware",
-                expected=f"this machine's profile in {path}",
-                found="none",
-                fix="Measure it (about a minute): torch-pi2 doctor --measure.",
-            )
+            fix = "Measure it (about a minute): torch-pi2 doctor --measure."
+            argument(name, "hardware", fix).wrong(f"this machine's profile in {path}", "none")
         return Hardware.load(path)
     if text in PRESETS:
         return PRESETS[text]()
     if not os.path.lexists(text):
-        raise ConfigError(
-            "hardware",
-            expected=f"measured, {', '.join(PRESETS)}, or a file of torch-pi2 doctor --measure",
-            found=repr(text),
-            fix="Name one of them; docs/HARDWARE.md says how to describe another machine.",
+        argument(name, "hardware", "Name one of them; docs/HARDWARE.md says how to describe another machine.").wrong(
+            f"measured, {', '.join(PRESETS)}, or a file of torch-pi2 doctor --measure", repr(text)
         )
     return Hardware.load(text)
 

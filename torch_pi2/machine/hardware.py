@@ -23,7 +23,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from torch_pi2.base.fields import from_json, limited, optional, to_json
+from torch_pi2.base.fields import argument, from_json, limited, optional, to_json
 from torch_pi2.base.files import atomic_write, json_text, parse_json, read_text
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import FORMATS, GGML, formats_of
@@ -167,11 +167,9 @@ class Hardware:
         if key not in self._memo:
             kernel = self.kernels.get(timed_as(name))
             if kernel is None:
-                raise ConfigError(
-                    f"kernels of hardware {self.name}",
-                    expected=", ".join(self.kernels) or "none",
-                    found=repr(name),
-                    fix="Choose one of these, or measure again with this version: torch-pi2 doctor --measure.",
+                fix = "Choose one of these, or measure again with this version: torch-pi2 doctor --measure."
+                argument(name, f"kernels of hardware {self.name}", fix).wrong(
+                    ", ".join(self.kernels) or "none", repr(name)
                 )
             self._memo[key] = _at(getattr(kernel, part), tokens)
         return self._memo[key]

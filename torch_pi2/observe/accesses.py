@@ -15,7 +15,7 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import nn
 
-from torch_pi2.base.fields import Field, checked
+from torch_pi2.base.fields import Field, argument, checked
 from torch_pi2.base.files import atomic_write, check_writable
 from torch_pi2.base.reading import parse
 from torch_pi2.base.tensorfile import packed, read_tensors
@@ -198,9 +198,7 @@ class record_accesses(Recording):
     @checked
     def __init__(self, model: nn.Module, path: str | Path, *, capacity: int = CAPACITY) -> None:
         if capacity < 1:
-            raise ConfigError(
-                "capacity", expected="1 byte or more", found=str(capacity), fix=f"Leave it at {CAPACITY}."
-            )
+            argument(capacity, "capacity", f"Leave it at {CAPACITY}.").wrong("1 byte or more")
         self.path, self.capacity = Path(path), capacity
         self.accesses: Accesses | None = None
         self._store: Store = store_and_budget(model)[0]

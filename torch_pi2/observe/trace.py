@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from torch_pi2.base.fields import checked
+from torch_pi2.base.fields import argument, checked
 from torch_pi2.base.files import atomic_write, check_writable
 from torch_pi2.errors import ConfigError, Pi2Error
 from torch_pi2.machine import process as machine
@@ -107,12 +107,7 @@ class trace(Recording):
     def __init__(self, path: str | Path, *, capacity: int = CAPACITY) -> None:
         most = constants().most_traced
         if not 1 <= capacity <= most:
-            raise ConfigError(
-                "capacity",
-                expected=f"1 to {most} events per thread",
-                found=str(capacity),
-                fix=f"Leave it at {CAPACITY}.",
-            )
+            argument(capacity, "capacity", f"Leave it at {CAPACITY}.").wrong(f"1 to {most} events per thread")
         self.path, self.capacity = Path(path), capacity
         check_writable(self.path)
         self.events = self.lost = 0

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torch_pi2.base.fields import argument
 from torch_pi2.errors import ConfigError
 from torch_pi2.ops import ACTIVATIONS
 from torch_pi2.ops.activations import cuts, exact_zeros
@@ -93,21 +94,14 @@ def plan_layer(
         return gated
     if predictor is None or predictor.card is None:
         if config.method in PREDICTED:
-            raise ConfigError(
-                f"method of {site.key}",
-                expected=f"a fitted predictor for '{config.method}'",
-                found="none",
-                fix="Call torch_pi2.fit first, or choose method='auto'.",
-            )
+            argument(
+                config.method, f"method of {site.key}", "Call torch_pi2.fit first, or choose method='auto'."
+            ).wrong(f"a fitted predictor for '{config.method}'", "none")
         return gated
     kind = getattr(predictor, "kind", Method.LOWRANK)
     if config.method in PREDICTED and config.method != kind:
-        raise ConfigError(
-            f"predictor of {site.key}",
-            expected=f"one for method '{config.method}'",
-            found=f"one for '{kind}'",
-            fix="Fit again with this config (torch_pi2.fit(..., config=config)).",
-        )
+        fix = "Fit again with this config (torch_pi2.fit(..., config=config))."
+        argument(kind, f"predictor of {site.key}", fix).wrong(f"one for method '{config.method}'", f"one for '{kind}'")
     predicted = LayerPlan(site, kind, n_hot, order, 0.0, predictor.card.predicted_active)
     read = predictor.card.bytes + predicted_bytes(predicted, weight_bytes)
     if config.method == kind or (config.method == "auto" and read < gated_bytes(site, active, weight_bytes)):

@@ -13,7 +13,7 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
-from torch_pi2.base.fields import checked
+from torch_pi2.base.fields import argument, checked
 from torch_pi2.base.files import check_not_current, json_text, locked, replacing_folder, writing
 from torch_pi2.base.modules import fresh_settings
 from torch_pi2.base.progress import phase
@@ -140,11 +140,9 @@ def sparsify(
     _check_model_takes(dense, train_NT, heldout_NT)
     steps = chosen.steps or len(train_NT) // chosen.batch
     if steps < STEER_EVERY:
-        raise ConfigError(
-            "sparsify(steps=...)",
-            expected=f"at least {STEER_EVERY}: the penalty is steered every {STEER_EVERY} steps",
-            found=f"{steps}{'' if chosen.steps else ', one pass over the text'}",
-            fix="Pass more steps, or more text.",
+        argument(steps, "sparsify(steps=...)", "Pass more steps, or more text.").wrong(
+            f"at least {STEER_EVERY}: the penalty is steered every {STEER_EVERY} steps",
+            f"{steps}{'' if chosen.steps else ', one pass over the text'}",
         )
     student, sites, code = student_of(dense, chosen.activation)
 
@@ -298,20 +296,14 @@ def _check_model_takes(model: Any, *windows: torch.Tensor) -> None:
     """Raises ConfigError: ``windows`` exceed the positions or the vocabulary of ``model``."""
     places, window = getattr(model.config.get_text_config(), "max_position_embeddings", None), windows[0].shape[1]
     if places and window > places:
-        raise ConfigError(
-            "sparsify(window=...)",
-            expected=f"at most {places}, the positions that the model has (max_position_embeddings)",
-            found=str(window),
-            fix="Pass a smaller window.",
+        argument(window, "sparsify(window=...)", "Pass a smaller window.").wrong(
+            f"at most {places}, the positions that the model has (max_position_embeddings)"
         )
     vocabulary = model.get_input_embeddings().num_embeddings
     highest = max(int(part.max()) for part in windows)
     if highest >= vocabulary:
-        raise ConfigError(
-            "sparsify(tokenizer=...)",
-            expected=f"one that gives tokens of 0 to {vocabulary - 1}, the model's vocabulary",
-            found=f"the token {highest}",
-            fix="Use the tokenizer of this model.",
+        argument(highest, "sparsify(tokenizer=...)", "Use the tokenizer of this model.").wrong(
+            f"one that gives tokens of 0 to {vocabulary - 1}, the model's vocabulary", f"the token {highest}"
         )
 
 

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from torch_pi2.base.fields import argument
 from torch_pi2.base.files import writing
 from torch_pi2.base.package import missing_package
 from torch_pi2.base.progress import bar, phase
@@ -190,11 +191,8 @@ def training_arguments(settings: SparsifySettings, folder: Path, steps: int) -> 
         ) from error
     shared = settings.accumulate * arguments.world_size
     if settings.batch % shared:
-        raise ConfigError(
-            "sparsify(batch=...)",
-            expected=f"a multiple of {shared} ({arguments.world_size} processes, accumulate={settings.accumulate})",
-            found=str(settings.batch),
-            fix="Change one of them.",
+        argument(settings.batch, "sparsify(batch=...)", "Change one of them.").wrong(
+            f"a multiple of {shared} ({arguments.world_size} processes, accumulate={settings.accumulate})"
         )
     arguments.per_device_train_batch_size = settings.batch // shared
     arguments._n_gpu = min(1, arguments.n_gpu)  # one GPU for each process

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from torch_pi2.base.fields import argument, check_fields, limited
 from torch_pi2.base.units import mebibytes
-from torch_pi2.errors import ConfigError
 from torch_pi2.machine.device import find_device
 from torch_pi2.ops.constants import lists
 
@@ -157,11 +156,8 @@ class Budget:
         """The same parts, with the rest of ``total`` as the cache. Raises ConfigError: they do not fit."""
         left = total - self.smallest
         if left < 0:
-            raise ConfigError(
-                f"budget for {folder}",
-                expected=f"at least {mebibytes(self.smallest, up=True)}, for all but neurons",
-                found=mebibytes(total),
-                fix="Give it more.",
+            argument(total, f"budget for {folder}", "Give it more.").wrong(
+                f"at least {mebibytes(self.smallest, up=True)}, for all but neurons", mebibytes(total)
             )
         slots = min(self.neurons // self.slot, left // (self.slot + SLOT_BYTES))
         return replace(self, total=total, cache=slots * self.slot)

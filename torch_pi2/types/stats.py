@@ -15,7 +15,7 @@ from typing import Annotated, Any, NoReturn
 import numpy as np
 import torch
 
-from torch_pi2.base.fields import Field, Limits, from_json, limited, optional
+from torch_pi2.base.fields import Field, Limits, argument, from_json, limited, optional
 from torch_pi2.base.files import atomic_write, check_artifact
 from torch_pi2.base.reading import parse
 from torch_pi2.base.tensorfile import Spec, packed, read_tensors
@@ -174,11 +174,9 @@ class LayerStats(LayerHead):
                 fix="Profile, or watch, more text.",
             )
         if batch < 1 or batch > sizes[-1]:
-            raise ConfigError(
-                f"batch size for the firing frequency of {self.key}",
-                expected=f"1 to {sizes[-1]} (what was profiled)",
-                found=str(batch),
-                fix="Profile with a larger batch_size, or watch so many sequences being decoded together.",
+            fix = "Profile with a larger batch_size, or watch so many sequences being decoded together."
+            argument(batch, f"batch size for the firing frequency of {self.key}", fix).wrong(
+                f"1 to {sizes[-1]} (what was profiled)"
             )
         upper = next(s for s in sizes if s >= batch)
         lower = max(s for s in sizes if s <= batch)
@@ -220,12 +218,9 @@ class ActivationStats:
 
     def __getitem__(self, key: str) -> LayerStats:
         if key not in self.layers:
-            raise ConfigError(
-                "layer in the activation statistics",
-                expected=f"one of {', '.join(list(self.layers)[:4])}{', ...' if len(self.layers) > 4 else ''}",
-                found=repr(key),
-                fix="Profile the model with this FFN among the sites.",
-            )
+            argument(
+                key, "layer in the activation statistics", "Profile the model with this FFN among the sites."
+            ).wrong(f"one of {', '.join(list(self.layers)[:4])}{', ...' if len(self.layers) > 4 else ''}", repr(key))
         return self.layers[key]
 
     def __iter__(self) -> Iterator[LayerStats]:
@@ -248,9 +243,7 @@ class ActivationStats:
         Raises ConfigError unless 0 <= share < 1, and if there are no scores.
         """
         if not 0.0 <= share < 1.0:
-            raise ConfigError(
-                "share of neurons to skip", expected="0 <= share < 1", found=str(share), fix="0.7 means 70 % skipped."
-            )
+            argument(share, "share of neurons to skip", "0.7 means 70 % skipped.").wrong("0 <= share < 1", str(share))
         stats = self[key]
         known = share == 0 or stats.tokens == 0 or stats.known_zero > 0
         if known and float(stats.zeros.sum()) >= share * stats.known_zero * stats.intermediate:

@@ -13,8 +13,9 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch_pi2.base.fields import argument
 from torch_pi2.base.package import how_to_install
-from torch_pi2.errors import ConfigError, LibraryMissingError, VersionError
+from torch_pi2.errors import LibraryMissingError, VersionError
 from torch_pi2.export.executorch import EXECUTORCH
 from torch_pi2.export.qnn.settings import SOCS
 
@@ -79,11 +80,9 @@ def find() -> Libraries:
 
 def check_soc(soc: str) -> None:
     if soc not in SOCS:
-        raise ConfigError(
-            "Qualcomm SoC of the target",
-            expected=f"one of {', '.join(f'{name} ({what})' for name, what in SOCS.items())}",
-            found=repr(soc),
-            fix="Choose the part number of the phone's chip, for instance target='qnn:SM8650'.",
+        fix = "Choose the part number of the phone's chip, for instance target='qnn:SM8650'."
+        argument(soc, "Qualcomm SoC of the target", fix).wrong(
+            f"one of {', '.join(f'{name} ({what})' for name, what in SOCS.items())}"
         )
 
 
