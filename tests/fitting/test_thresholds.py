@@ -23,8 +23,9 @@ import torch_pi2
 from torch_pi2 import errors
 from torch_pi2.base.fields import to_json
 from torch_pi2.cli.inspect import describe, render
+from torch_pi2.fitting import loss as loss_module
 from torch_pi2.fitting import thresholds
-from torch_pi2.fitting.loss import causal_lm_loss, divergences
+from torch_pi2.fitting.loss import causal_lm_loss, divergences, mean_loss
 from torch_pi2.fitting.thresholds import _SHARES, read_first, score_scales
 from torch_pi2.graph import find_sites
 from torch_pi2.graph.dispatch import NeuronClusterMode
@@ -409,3 +410,19 @@ def test_files_with_thresholds(tmp_path: Path, score: str) -> None:
         save_file(counts, tmp_path / "stats.safetensors", about)
         with pytest.raises(errors.ArtifactError, match=message):
             ActivationStats.load(tmp_path)
+
+
+def test_large_vocabularies_take_no_more_logits_than_a_call_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, data = tiny_models.tiny("llama"), held_out()
+    skips = spread_of(model).thresholds(0.7).masked(model)
+    wanted = [mean_loss(model, data, causal_lm_loss, None)[0], *divergences(model, data, [nullcontext(), skips])]
+    shapes = []
+    model.lm_head.register_forward_hook(lambda *call: shapes.append(call[-1].shape[:2]))
+    monkeypatch.setattr(loss_module, "_CALL_BYTES", 2 * 32 * 64 * 4, raising=False)  # two rows of 32 tokens
+    monkeypatch.setattr(loss_module, "_FLOAT_BYTES", 5 * 64 * 4, raising=False)
+    found = [mean_loss(model, data, causal_lm_loss, None)[0], *divergences(model, data, [nullcontext(), skips])]
+    assert found == pytest.approx(wanted, rel=1e-5)
+    assert max(rows for rows, _ in shapes) <= 2
+    shapes.clear()
+    torch_pi2.profile(model, own_text(), **QUICK)  # reads no logits
+    assert max(tokens for _, tokens in shapes) == 1

@@ -16,10 +16,10 @@ from torch_pi2.base.modules import evaluating
 from torch_pi2.base.progress import bar
 from torch_pi2.errors import CalibrationError, NonFiniteError
 from torch_pi2.graph.dispatch import PredictedMaskMode
-from torch_pi2.profiling.data import Batch
+from torch_pi2.profiling.data import Batch, numbers_of
 
-#: Tokens whose logits are float32 at a time.
-_AT_ONCE = 256
+#: Bytes of the logits of a call, and of those that are float32 at a time: 128 and 32 tokens of 262,144 words.
+_CALL_BYTES, _FLOAT_BYTES = 1 << 27, 1 << 25
 
 #: ``(model, batch) -> (sum of losses, number of tokens they are over)``.
 LossFn = Callable[[nn.Module, Batch], tuple[float, int]]
@@ -31,11 +31,30 @@ def causal_lm_loss(model: nn.Module, batch: Batch) -> tuple[float, int]:
     Raises:
         CalibrationError: the batch has no ids, or the model's output has no logits.
     """
-    ids, logits = _ids_and_logits(model, batch)
-    assert batch.mask_BT is not None
-    real = batch.mask_BT[:, 1:] & batch.mask_BT[:, :-1]
-    nll = F.cross_entropy(logits[:, :-1][real].float(), ids[:, 1:][real], reduction="sum")
-    return float(nll), int(real.sum())
+    total, count = 0.0, 0
+    for part in _calls(model, batch):
+        ids, logits = _ids_and_logits(model, part)
+        assert part.mask_BT is not None
+        at_N = (part.mask_BT[:, 1:] & part.mask_BT[:, :-1]).flatten().nonzero().flatten()
+        at_N += at_N // max(1, ids.shape[1] - 1)  # of ids with the last token of each row
+        for some in at_N.split(_tokens_at_once(logits)):
+            nll = F.cross_entropy(logits.flatten(0, 1)[some].float(), ids.flatten()[some + 1], reduction="sum")
+            total += float(nll)
+        count += len(at_N)
+    return total, count
+
+
+def _tokens_at_once(logits: torch.Tensor) -> int:
+    return max(1, _FLOAT_BYTES // (4 * logits.shape[-1]))
+
+
+def _calls(model: nn.Module, batch: Batch) -> list[Batch]:
+    """``batch`` in parts with at most ``_CALL_BYTES`` of logits, but at least a row."""
+    ids, mask, words = batch.input_ids, batch.mask_BT, max(numbers_of(model, "vocab_size"), default=0)
+    if ids is None or mask is None or batch.kwargs or not words * ids.numel():
+        return [batch]
+    rows = max(1, _CALL_BYTES // (4 * words * ids.shape[1]))
+    return [Batch(*part) for part in zip(ids.split(rows), mask.split(rows), strict=True)]
 
 
 def _ids_and_logits(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,26 +80,42 @@ def divergences(
     In nats, mean over the real tokens of ``data``. Raises CalibrationError as :func:`causal_lm_loss`.
     """
     sums, count = [0.0] * len(contexts), 0
-    with evaluating(model), letting_go(model):
-        for batch in bar(data, "divergences", progress, unit="batch"):
-            _, logits = _ids_and_logits(model, batch)
-            assert batch.mask_BT is not None
-            real_BT = batch.mask_BT
-            count += int(real_BT.sum())
+    calls = [part for batch in data for part in _calls(model, batch)]
+    total = len(calls) * (1 + len(contexts))
+    with evaluating(model), letting_go(model), bar(None, "divergences", progress, total=total, unit="call") as shown:
+        for call in calls:
+            _, logits = _ids_and_logits(model, call)
+            assert call.mask_BT is not None
+            real_N = call.mask_BT.flatten().nonzero().flatten()
+            count += len(real_N)
+            parts = real_N.split(_tokens_at_once(logits))
+            dense = logits.flatten(0, 1)
+            shares = [dense[part].float().softmax(-1) for part in parts] if contexts else []
+            shown.update()
             for i, context in enumerate(contexts):
                 with context:
-                    _, found = _ids_and_logits(model, batch)
-                pairs = zip(logits[real_BT].split(_AT_ONCE), found[real_BT].split(_AT_ONCE), strict=True)
-                for dense_NV, found_NV in pairs:
-                    logs = F.log_softmax(found_NV.float(), -1), F.log_softmax(dense_NV.float(), -1)
-                    sums[i] += float(F.kl_div(*logs, reduction="sum", log_target=True))
+                    found = _ids_and_logits(model, call)[1].flatten(0, 1)
+                for part, share_NV in zip(parts, shares, strict=True):
+                    dense_NV, found_NV = dense[part].float(), found[part].float()
+                    # sum p (log p - log q), where p and q are softmaxes
+                    less_N = found_NV.logsumexp(-1) - dense_NV.logsumexp(-1)
+                    sums[i] += float((share_NV * dense_NV.sub_(found_NV)).sum(-1).add(less_N).sum(dtype=torch.float64))
+                shown.update()
     return [one / max(1, count) for one in sums]
 
 
-def mean_loss(model: nn.Module, data: Sequence[Batch], loss_fn: LossFn, context: Any) -> tuple[float, float]:
-    """Mean loss over ``data`` inside ``context``, and the share of skipped cold pairs (nan if unknown)."""
+def mean_loss(
+    model: nn.Module, data: Sequence[Batch], loss_fn: LossFn, context: Any, done: Callable[[], object] = lambda: None
+) -> tuple[float, float]:
+    """Mean loss over ``data`` inside ``context``, and the share of skipped cold pairs (nan if unknown).
+
+    ``done`` is called after each batch.
+    """
+    parts = []
     with evaluating(model), letting_go(model), nullcontext() if context is None else context:
-        parts = [loss_fn(model, batch) for batch in data]
+        for batch in data:
+            parts.append(loss_fn(model, batch))
+            done()
     total, count = sum(part for part, _ in parts), sum(n for _, n in parts)
     if not count or not math.isfinite(total):
         raise NonFiniteError(

@@ -336,16 +336,16 @@ def _largest_share(
 ) -> tuple[LossCurve, float]:
     """The loss curve on ``held_out``, and the largest share that raises the loss by at most ``max_loss``."""
     model, points = scored.model, dict[float, tuple[float, float]]()
-    dense, _ = mean_loss(model, held_out, causal_lm_loss, None)
 
     def fits(share: float) -> bool:
         skips = scored.thresholds(scored.shares(share)).masked(model)
-        loss, skipped = mean_loss(model, held_out, causal_lm_loss, skips)
+        loss, skipped = mean_loss(model, held_out, causal_lm_loss, skips, shown.update)
         points[share] = skipped, loss / dense - 1
-        shown.update()
         return points[share][1] <= max_loss
 
-    with bar(None, "loss curve", progress, total=len(_CURVE) + _HALVINGS, unit="step") as shown:
+    total = (1 + len(_CURVE) + _HALVINGS) * len(held_out)
+    with bar(None, "loss curve", progress, total=total, unit="batch") as shown:
+        dense, _ = mean_loss(model, held_out, causal_lm_loss, None, shown.update)
         good = [fits(share) for share in _CURVE]
         first = good.index(False) if False in good else len(good)
         low, high = (0.0, *_CURVE)[first], (*_CURVE, 1.0)[first]

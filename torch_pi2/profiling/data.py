@@ -58,8 +58,11 @@ class Batch:
         fields = (self.input_ids, self.mask_BT, self.args, self.kwargs)
         return Batch(*tree_map_only(torch.Tensor, torch.Tensor.cpu, fields))
 
-    def call(self, model: nn.Module) -> Any:
+    def call(self, model: nn.Module, *, logits: bool = True) -> Any:
+        """``logits``: False computes them for the last token only, where the model can."""
         args, kwargs = self.arguments(model)
+        if not logits and "logits_to_keep" in inspect.signature(model.forward).parameters:
+            kwargs.setdefault("logits_to_keep", 1)
         return model(*args, **kwargs)
 
     def arguments(self, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -149,8 +152,8 @@ def calibration_batches(
         tokenizer = tokenizer_of(model, None, "calibration text", CalibrationError)
     kept: list[Batch] = []
     tokens = 0
-    opening = _numbers_of(model, "bos_token_id") if tokenizer is None else None
-    seq_len = min([config.seq_len, *_numbers_of(model, "max_position_embeddings")])
+    opening = numbers_of(model, "bos_token_id") if tokenizer is None else None
+    seq_len = min([config.seq_len, *numbers_of(model, "max_position_embeddings")])
     shape: dict[str, Any] = {"batch_size": config.batch_size, "seq_len": seq_len, "opening": opening, "least": least}
     for batch in batches(data, tokenizer=tokenizer, **shape):
         check_ids(model, batch)
@@ -161,7 +164,7 @@ def calibration_batches(
     return kept
 
 
-def _numbers_of(model: nn.Module, name: str) -> list[int]:
+def numbers_of(model: nn.Module, name: str) -> list[int]:
     """The number ``name`` in the text part of the configuration of ``model``, in a list; empty: there is none."""
     config: Any = getattr(model, "config", None)
     config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
@@ -175,7 +178,7 @@ def check_ids(model: nn.Module, batch: Batch) -> None:
     if ids_BT is None or not ids_BT.numel():
         return
     low, high = int(ids_BT.min()), int(ids_BT.max())
-    for vocabulary in _numbers_of(model, "vocab_size"):
+    for vocabulary in numbers_of(model, "vocab_size"):
         if low < 0 or high >= vocabulary:
             raise CalibrationError(
                 "calibration token ids",
@@ -183,7 +186,7 @@ def check_ids(model: nn.Module, batch: Batch) -> None:
                 found=f"{low} to {high}",
                 fix="Use the model's own tokenizer.",
             )
-    for positions in _numbers_of(model, "max_position_embeddings"):
+    for positions in numbers_of(model, "max_position_embeddings"):
         if ids_BT.shape[1] > positions:
             raise CalibrationError(
                 "tokens of a calibration sequence",

@@ -240,8 +240,11 @@ def record(
     *,
     progress: bool = True,
     label: str = "profile",
+    logits: bool = False,
 ) -> dict[str, int]:
     """Run ``model`` over ``data`` and call ``sink`` with every FFN call of ``sites`` (:class:`RoutedRecorder`).
+
+    ``logits``: also compute those of all tokens, which take more memory than a small model if its vocabulary is large.
 
     Returns:
         Counts ``{"tokens", "sequences", "batches"}``.
@@ -258,7 +261,7 @@ def record(
             check_ids(model, batch)
             recorder.batch = routed.batch = batch
             with recorder if recorder.calls else nullcontext():  # experts only: nothing to intercept
-                batch.call(model)
+                batch.call(model, logits=logits)
             counts["batches"] += 1
             counts["tokens"] += batch.n_tokens
             counts["sequences"] += 0 if batch.mask_BT is None else batch.mask_BT.shape[0]

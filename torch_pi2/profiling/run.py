@@ -185,7 +185,7 @@ def gather_inputs(
 
     hooks = [linear.register_forward_pre_hook(watch(name), with_kwargs=True) for name, linear in linears.items()]
     try:
-        record(model, stream(), sites, firing, progress=progress, label="inputs")
+        record(model, stream(), sites, firing, progress=progress, label="inputs", logits=bool(linears))
     finally:
         for hook in hooks:
             hook.remove()
