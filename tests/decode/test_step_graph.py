@@ -115,7 +115,7 @@ def test_a_call_that_fails_is_the_forwards(monkeypatch: pytest.MonkeyPatch) -> N
         return weight[ids]
 
     made = GraphRunner(forward, lambda: True)
-    for _ in range(3):
+    for _ in range(4):
         made(IDS)
     assert made.is_stable
     box["down"] = True
@@ -406,6 +406,7 @@ CODE: dict[str, Callable[[Any, pytest.MonkeyPatch], None]] = {
     "another function of transformers": _known_instead,
     "PyTorch's attention": _replaced(torch.nn.functional, "scaled_dot_product_attention"),
     "a registry": _registered,
+    "a method of tensors": _replaced(torch.Tensor, "pow"),
     "an attribute of a class": lambda _, patch: patch.setattr(Settings, "factor", 3.0),
     "a module in place of another": lambda model, _: setattr(model.model.layers[1], "mlp", nn.Identity()),
     "a field of a configuration": lambda model, _: model.set_attn_implementation("eager"),

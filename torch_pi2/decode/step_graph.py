@@ -182,8 +182,8 @@ def repeat(forward: Forward, ids_BT: torch.Tensor, calls: Calls) -> tuple[torch.
 
 
 class GraphRunner:
-    """Runs steps of one shape: at first ``forward``, then a recorded step, and after one that makes the same calls
-    the recorded calls. The first step after :meth:`begin`, and every 64th, is compared again.
+    """Runs steps of one shape: at first ``forward``, whose code is noted, then a recorded step, and after one that
+    makes the same calls the recorded calls. The first step after :meth:`begin`, and every 64th, is compared again.
 
     Args:
         may_record: called before each recording; False if hooks have to see every step.
@@ -204,6 +204,7 @@ class GraphRunner:
         self._may_repeat, self._recording, self._same = may_repeat, recording, same
         self._forward, self._may_record = forward, may_record
         self._wait, self._replayed, self._left = _BEFORE, 0, 0
+        self._known = False
         self._calls: Calls | None = None
         self._run: Forward | None = None
 
@@ -219,7 +220,7 @@ class GraphRunner:
     def forget(self) -> None:
         """The model has changed."""
         self._calls = self._run = None
-        self._wait = _BEFORE
+        self._known, self._wait = False, _BEFORE
 
     def __call__(self, ids_BT: torch.Tensor) -> torch.Tensor:
         if self._run is None:
@@ -246,6 +247,12 @@ class GraphRunner:
             return self._compare(ids_BT)
         self._wait = -1
         self._same()  # as the model is now
+        if not self._known:  # recording itself can change what a patched method of tensors does
+            with self._recording():
+                result = self._forward(ids_BT)
+            if self._same():
+                self._known, self._wait = True, 0
+            return result
         try:
             with self._recording():
                 result, calls = record(self._forward, ids_BT)
