@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from by_hand import by_hand
 from damage import content, damaged
 from hostile import HASH, write_sound
+from safetensors.torch import load_file, save_file
 from tiny_models import tiny
 
 import torch_pi2
 from torch_pi2.base.tensorfile import TensorReader, add_checks
-from torch_pi2.errors import Pi2Error, StaleArtifactError
+from torch_pi2.cli.inspect import describe
+from torch_pi2.errors import ArtifactError, Pi2Error, StaleArtifactError
 from torch_pi2.export.manifest import Manifest
 from torch_pi2.fitting.resume import Losses, PredictorFiles
 from torch_pi2.machine.hardware import Hardware
@@ -165,3 +168,36 @@ def test_damaged_files_are_not_used(sound: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_300_damaged_files_are_not_used(sound: Path, kind: str) -> None:
     check_damage(sound, kind, 300)
+
+
+def test_a_model_file_of_another_tool_is_no_damage(sound: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(sound / "model", tmp_path / "copied")
+    wanted = content(_model(folder))
+    assert describe(folder, verify=True)["verified_bytes"] > 0
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert content(_model(folder)) == wanted
+    path = sound / "model" / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    (folder / "model.safetensors").write_bytes(data)
+    for read in (torch_pi2.load, torch_pi2.load_mapped, lambda folder: describe(folder, verify=True)):
+        with pytest.raises(ArtifactError, match=r"has checksum \w{8}, not \w{8}"):
+            read(folder)
+
+
+def test_an_edited_plan_is_used_without_its_checksum(sound: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(sound / "model", tmp_path / "edited")
+    path = folder / "pi2" / "plan.json"
+    text = path.read_text()
+    path.write_text(json.dumps(json.loads(text)))  # another layout is no change
+    plan = torch_pi2.load(folder).torch_pi2.plan
+    edited = json.dumps(json.loads(text) | {"made_by": {"me": 1}})
+    path.write_text(edited)
+    with pytest.raises(ArtifactError, match=r"crc32c, found \w{8}: it was edited .*remove the field crc32c"):
+        torch_pi2.load(folder)
+    path.write_text(by_hand(edited))
+    assert torch_pi2.load(folder).torch_pi2.plan.made_by == {"me": 1}
+    Plan.load(folder / "pi2").save(folder / "pi2")
+    assert json.loads(path.read_text())["crc32c"]
+    assert plan.made_by != {"me": 1}

@@ -418,4 +418,4 @@ def test_inspect_of_a_checkpoint(command, model_dir) -> None:
     shown = command("inspect", model_dir, "--trust-remote-code").out
     assert "not optimised: no weights were read" in shown
     assert "zeros: lossless" in shown
-    assert "--verify: expected a neuron store" in command("inspect", model_dir, "--verify", ok=False).err
+    assert "--verify: expected files with checksums" in command("inspect", model_dir, "--verify", ok=False).err

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     folder = "written by profile, fit, plan, optimize, pack or export, or a checkpoint"
     add("folder", type=Path, metavar="DIR", help=folder)
-    verify = "read the whole store, or bundle, and compare it with its checksums"
+    verify = "read the whole store, folder or bundle, and compare it with its checksums"
     add("--verify", action="store_true", help=verify)
     common.add_trust(parser)
 
@@ -74,11 +74,11 @@ def render(result: dict[str, Any]) -> str:
 def describe(folder: Path, verify: bool = False, progress: bool = True) -> dict[str, Any]:
     """What ``folder`` contains: kinds, file sizes, a dict per layer, bytes of a store by purpose, budgets, verdict.
 
-    Bundles have the fields of :func:`describe_bundle`. ``verify``: compare the whole store with its checksums;
-    ``progress``: with a bar in a terminal.
+    Bundles have the fields of :func:`describe_bundle`. ``verify``: compare the whole store, or all tensors
+    in files, with their checksums; ``progress``: with a bar in a terminal.
 
     Raises:
-        ArtifactError: not a folder of torch_pi2, or a damaged file. ConfigError: there is no store to verify.
+        ArtifactError: not a folder of torch_pi2, or a damaged file. ConfigError: there is nothing to verify.
     """
     from torch_pi2.store.parts import Parts
     from torch_pi2.store.storefile import STORE_FILE, open_weights, weights_path
@@ -87,8 +87,7 @@ def describe(folder: Path, verify: bool = False, progress: bool = True) -> dict[
         return describe_bundle(folder, verify, progress)
     inner = folder / "pi2" if (folder / "pi2").is_dir() else folder
     has_store = os.path.lexists(inner / STORE_FILE)
-    if verify and not has_store:
-        raise _nothing_to_verify(folder)
+    verified = _verify(folder, inner) if verify and not has_store else None
     with Parts(inner) as parts:
         present = [name for name in ("stats", "predictors", "plan") if parts.has(name)]
         if not present:
@@ -117,6 +116,7 @@ def describe(folder: Path, verify: bool = False, progress: bool = True) -> dict[
         "contains": kinds + present + (["store"] if store else []),
         "files": files,
         "bytes": sum(files.values()),
+        "verified_bytes": verified,
         "layers": list(layers.values()),
         "left": plan.made_by.get("left", {}) if plan else {},
         "store": store or None,
@@ -241,6 +241,8 @@ def _render_folder(result: dict[str, Any]) -> str:
             f"{chosen['max_loss']:.1%}) on calibration text that was held back\n"
             f"neurons skipped, and what that does to the loss there: {points}"
         )
+    if result["verified_bytes"] is not None:
+        lines.append(f"verified: {common.size(result['verified_bytes'])} of tensors are as they were written")
     lines += [_render_store(result["store"])] if result["store"] else []
     lines += [_render_budget(result["budget"])] if result["budget"] else []
     return "\n".join(lines) + verdict.shown(result["verdict"])
@@ -321,17 +323,26 @@ def describe_checkpoint(folder: Path, verify: bool, trust_remote_code: bool) -> 
     from torch_pi2.store.folder import quantised_by, read_config
 
     if verify:
-        raise _nothing_to_verify(folder)
+        _verify(folder)
     said = supported(folder, trust_remote_code=trust_remote_code).to_json()
     return {"contains": ["checkpoint"], **said, "quantised_by": quantised_by(read_config(folder))}
 
 
-def _nothing_to_verify(folder: Path) -> ConfigError:
-    return ConfigError(
+def _verify(*folders: Path) -> int:
+    """Bytes of tensors in files with checksums, compared with them. Raises ConfigError: there are none."""
+    from torch_pi2.base.tensorfile import TensorReader
+
+    total = 0
+    for path in {path for folder in folders for path in folder.glob("*.safetensors")}:
+        with TensorReader(path) as file:
+            total += file.verify()
+    if total:
+        return total
+    raise ConfigError(
         "--verify",
-        expected=f"a neuron store pi2/model.pi2 in {folder}",
+        expected=f"files with checksums in {folders[0]}",
         found="none",
-        fix="Leave it out: other files have no checksums. torch-pi2 pack makes stores.",
+        fix="Leave it out: other tools and earlier versions wrote no checksums. torch-pi2 pack makes stores.",
     )
 
 
