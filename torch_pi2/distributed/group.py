@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from torch_pi2.errors import ConfigError, GroupError, Pi2Error
+from torch_pi2.base.fields import argument
+from torch_pi2.errors import GroupError, Pi2Error
 
 Result = TypeVar("Result")
 
@@ -139,11 +140,9 @@ class Group:
             digests = self.gather(torch.tensor([digest], dtype=torch.int64, device="cpu")).tolist()
         other = next((rank for rank, one in enumerate(digests) if one != digests[0]), None)
         if other is not None:
-            raise ConfigError(
-                f"{what} of process {other} of {self.size}",
-                expected="the tokens and settings that process 0 has",
-                found="others",
-                fix="All processes make the same calls: they compute one model together.",
+            fix = "All processes make the same calls: they compute one model together."
+            argument(call, f"{what} of process {other} of {self.size}", fix).wrong(
+                "the tokens and settings that process 0 has", "others"
             )
 
     def run(self, work: Callable[..., torch.Tensor], *arguments: Any, **named: Any) -> torch.Tensor:
@@ -225,7 +224,8 @@ class Group:
                 break
             time.sleep(0.01)
         if failed:
-            return f"process {failed[0]}", self._get(f"failed/{failed[0]}")
+            said = self._with_store(f"failed/{failed[0]}", self._store.get) or b""
+            return f"process {failed[0]}", str(said.decode(errors="replace"))
         if not silent:
             return "this one in time: all others have given up, as they do where one is stopped", ""
         return f"process {' and '.join(map(str, silent))}", ""
@@ -235,10 +235,6 @@ class Group:
 
     def _has(self, name: str) -> bool:
         return bool(self._with_store(name, lambda key: self._store.check([key])))
-
-    def _get(self, name: str) -> str:
-        value = self._with_store(name, self._store.get)
-        return "" if value is None else str(value.decode(errors="replace"))
 
     def _with_store(self, name: str, call: Callable[[str], Any]) -> Any:
         """Result of ``call`` for a key; None: the process with the store has ended."""

@@ -39,11 +39,9 @@ def own_shard(folder: Path) -> Path:
     ranks = int(next(iter(shards.values())).name.rpartition("-")[2])
     rank = _check_group(str(folder), ranks)
     if rank not in shards:
-        raise ConfigError(
-            str(folder),
-            expected=f"{shard_name(rank, ranks)}, as this is process {rank}",
-            found=", ".join(path.name for path in shards.values()),
-            fix="Copy that folder to this machine, or start the process on the machine that has it.",
+        fix = "Copy that folder to this machine, or start the process on the machine that has it."
+        argument(folder, str(folder), fix).wrong(
+            f"{shard_name(rank, ranks)}, as this is process {rank}", ", ".join(path.name for path in shards.values())
         )
     return shards[rank]
 

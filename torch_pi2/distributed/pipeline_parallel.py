@@ -171,9 +171,7 @@ class _LastRankHead:
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wanted = torch.compiler.is_compiling() or _wanted.get()
-        if not wanted:
-            return self._no_logits(x)
-        return self.group.run(self._compute, x)
+        return self.group.run(self._compute, x) if wanted else self._no_logits(x)
 
     def _no_logits(self, x: torch.Tensor) -> torch.Tensor:
         return x.new_zeros(*x.shape[:-1], self.out_features)

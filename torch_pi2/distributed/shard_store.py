@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from torch_pi2.base.fields import argument
+from torch_pi2.base.fields import Field, argument
 from torch_pi2.base.tensorfile import Spec
-from torch_pi2.errors import ArtifactError, ConfigError
+from torch_pi2.errors import ConfigError
 from torch_pi2.ops.constants import chunk_neurons
 from torch_pi2.store.folder import SHARD_NAME
 from torch_pi2.store.storefile import StoreReader
@@ -159,11 +159,8 @@ def shards_in(folder: Path) -> dict[int, Path]:
     named = {path: match for path in sorted(folder.iterdir()) if (match := SHARD_NAME.fullmatch(path.name))}
     sizes = {int(match[2]) for match in named.values()}
     if len(sizes) > 1:
-        raise ArtifactError(
-            str(folder),
-            expected="shards of one number of machines",
-            found=f"of {' and '.join(map(str, sorted(sizes)))}",
-            fix="Remove those of an earlier torch-pi2 pack --ranks.",
+        Field(folder, str(folder), "Remove those of an earlier torch-pi2 pack --ranks.").wrong(
+            "shards of one number of machines", f"of {' and '.join(map(str, sorted(sizes)))}"
         )
     return {int(match[1]): path for path, match in named.items()}
 
@@ -221,11 +218,8 @@ class ShardView:
 def refuse_shards(folder: Path, shard: Shard | None = None) -> None:
     """Raises ConfigError: ``folder`` has shards in it, or is ``shard``."""
     if shard is not None or shards_in(folder):
-        raise ConfigError(
-            str(folder),
-            expected="a store with all neurons",
-            found="shards" if shard is None else f"shard {shard.rank} of {shard.ranks}",
-            fix="Name the folder that they were packed from.",
+        argument(folder, str(folder), "Name the folder that they were packed from.").wrong(
+            "a store with all neurons", "shards" if shard is None else f"shard {shard.rank} of {shard.ranks}"
         )
 
 
@@ -238,9 +232,5 @@ def check_complete(shards: Sequence[Shard], where: str) -> None:
     counts = {key: -(-whole // chunk_neurons(whole)) for key, whole in chunks}
     numbered = [shard.rank for shard in shards] == list(range(len(shards)))
     if not numbered or any(sorted(found) != list(range(counts[key])) for (key, _), found in chunks.items()):
-        raise ArtifactError(
-            where,
-            expected="shards that together have each chunk of each layer once",
-            found="others",
-            fix="Make them again: torch-pi2 pack FOLDER OUT --ranks N.",
-        )
+        fix = "Make them again: torch-pi2 pack FOLDER OUT --ranks N."
+        Field(shards, where, fix).wrong("shards that together have each chunk of each layer once", "others")

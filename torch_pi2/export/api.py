@@ -6,6 +6,7 @@ import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch_pi2.base.fields import argument, checked
 from torch_pi2.base.files import atomic_write, replacing_folder
 from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.decode.generate import ignored_settings
-from torch_pi2.errors import ConfigError, UnsupportedModelError
+from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.export.delegated import delegated_copy, exported_layers, linears_of, prepare_rest, registered
 from torch_pi2.export.describe import manifest_of, runner_constants
 from torch_pi2.export.hot import CHUNK
@@ -95,22 +96,8 @@ def export(
             installed. ArtifactError: the folder holds other files, or cannot be written. CalibrationError: calibration
             data are missing.
     """
-    settings = ExportSettings(
-        target=target,
-        max_tokens=max_tokens,
-        max_prompt=max_prompt,
-        batches=batches,
-        linears=linears,
-        kv=kv,
-        hot=hot,
-        hot_prompts=hot_prompts,
-        hot_attention=hot_attention,
-        precision=precision,
-        blocks=blocks,
-        quantization=quantization,
-        weight_sharing=weight_sharing,
-        progress=progress,
-    )
+    given: dict[str, Any] = dict(locals())
+    settings = ExportSettings(**{one.name: given[one.name] for one in fields(ExportSettings)})
     check_installed(settings)
     folder = Path(folder).resolve()
     check_bundle_folder(folder)
@@ -155,29 +142,19 @@ def _check_model(
             "the example inputs that they describe (args=... or kwargs=...)", "none"
         )
     if not decoder and not has_example:
-        raise ConfigError(
-            what,
-            expected="example inputs (args=...), as it is no Hugging Face decoder",
-            found="none",
-            fix="Pass what torch.export.export takes.",
-        )
+        fix = "Pass what torch.export.export takes."
+        argument(model, what, fix).wrong("example inputs (args=...), as it is no Hugging Face decoder", "none")
     if (ignored := settings.changed()) and not decoder:
-        raise ConfigError(
-            f"{what} with {ignored[0]}",
-            expected="a Hugging Face decoder, which has a KV cache",
-            found="another module, or a decoder with example inputs (args)",
-            fix="Leave it out.",
+        argument(model, f"{what} with {ignored[0]}", "Leave it out.").wrong(
+            "a Hugging Face decoder, which has a KV cache", "another module, or a decoder with example inputs (args)"
         )
     if not settings.splits:
         return
     for layer in layers:
         check_plain(layer.site.activation, "hot parts of bundles")
     if not decoder:
-        raise ConfigError(
-            f"{what} with hot parts",
-            expected="a Hugging Face decoder, whose batch sizes are known",
-            found="another module",
-            fix="Export it with target='xnnpack' and without hot.",
+        argument(model, f"{what} with hot parts", "Export it with target='xnnpack' and without hot.").wrong(
+            "a Hugging Face decoder, whose batch sizes are known", "another module"
         )
     mixtures = [layer.site.key for layer in layers if isinstance(layer, SparseExperts)]
     if mixtures or not layers:

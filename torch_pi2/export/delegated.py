@@ -28,7 +28,7 @@ from torch import nn
 from torch_pi2.base.fields import argument
 from torch_pi2.base.offloaded import OffloadedParameter
 from torch_pi2.base.package import missing_package
-from torch_pi2.errors import ConfigError, UnsupportedModelError
+from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.export.hot import rows_of
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
@@ -181,19 +181,11 @@ def exported_layers(model: nn.Module) -> list[SparseLayer]:
     """
     handle, what = ModelState.of(model), f"export of {type(model).__name__}"
     if handle is None:
-        raise ConfigError(
-            what,
-            expected="a model that torch_pi2.optimize or load gave",
-            found="a dense model",
-            fix="Call torch_pi2.optimize(model, ...) first; method='dense' keeps every neuron.",
-        )
+        fix = "Call torch_pi2.optimize(model, ...) first; method='dense' keeps every neuron."
+        argument(model, what, fix).wrong("a model that torch_pi2.optimize or load gave", "a dense model")
     if handle.group is not None:
-        raise ConfigError(
-            what,
-            expected="a model with all of its neurons",
-            found="a shard of one, of several processes",
-            fix="Export the folder that the shards were packed from.",
-        )
+        fix = "Export the folder that the shards were packed from."
+        argument(model, what, fix).wrong("a model with all of its neurons", "a shard of one, of several processes")
     lazy = [part.ffn.site.key for _, part in replacements(model) if isinstance(part, LazyDown)]
     if lazy:
         raise UnsupportedModelError(

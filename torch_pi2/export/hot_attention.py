@@ -393,8 +393,22 @@ def place_attention(
             raise
         report["attention"] = f"on the CPU: {error.found}"
         return _ON_CPU
-    programs = _programs(source, calls, prompts, block, settings.quantization == "gptq", calibration)
-    lowered = qnn.lower_parts(programs, settings.qnn, progress=settings.progress)
+
+    def programs() -> Iterator[tuple[str, torch.export.ExportedProgram, Any]]:
+        """Name, program and inputs of each part, for the NPU's compiler."""
+        precision, gptq = "w4a16" if block else "w8a16", settings.quantization == "gptq"
+        attentions = [source.get_submodule(call.name) for call in calls]
+        seen: list[Any] = [[]] * len(attentions)
+        if calibration:
+            seen = calls_of(source, attentions, states_of, calibration)
+        for call, states in zip(calls, seen):
+            part = AttentionPart(call)
+            graphs = {name: call.shapes(*sizes_of(name)) for name in prompts}
+            samples = samples_of(part, states) if calibration else []
+            program = qnn.open_program(part, qnn.zeros(call.shapes(2, 3)), call.open)
+            yield part_name(call.layer), program, qnn.PartInputs(samples, graphs, call.open, precision, block, gptq)
+
+    lowered = qnn.lower_parts(programs(), settings.qnn, progress=settings.progress)
     report |= {"attention": "prompts", "parts": lowered.report}
     return calls, lowered.modules
 
@@ -415,25 +429,3 @@ def _block(modules: Sequence[nn.Module], settings: ExportSettings, ffn_bytes: in
         f"in {settings.precision}",
         fix="Leave it out (the CPU computes attention), or pass blocks=32 for smaller feed-forward layers.",
     )
-
-
-def _programs(
-    source: nn.Module,
-    calls: Sequence[AttentionCall],
-    methods: Sequence[str],
-    block: int,
-    gptq: bool,
-    calibration: Sequence[Batch],
-) -> Iterator[tuple[str, torch.export.ExportedProgram, Any]]:
-    """Name, program and inputs of each part, for the NPU's compiler."""
-    precision = "w4a16" if block else "w8a16"
-    attentions = [source.get_submodule(call.name) for call in calls]
-    seen: list[Any] = [[]] * len(attentions)
-    if calibration:
-        seen = calls_of(source, attentions, states_of, calibration)
-    for call, states in zip(calls, seen):
-        part = AttentionPart(call)
-        graphs = {name: call.shapes(*sizes_of(name)) for name in methods}
-        samples = samples_of(part, states) if calibration else []
-        program = qnn.open_program(part, qnn.zeros(call.shapes(2, 3)), call.open)
-        yield part_name(call.layer), program, qnn.PartInputs(samples, graphs, call.open, precision, block, gptq)

@@ -193,11 +193,8 @@ class Manifest:
         """
         path = Path(folder) / MANIFEST_FILE
         if not path.is_file():
-            raise ArtifactError(
-                str(folder),
-                expected=f"a bundle: a folder with {MANIFEST_FILE}",
-                found="none in it" if Path(folder).is_dir() else "no such folder",
-                fix="Make one: torch-pi2 export MODEL --out BUNDLE.",
+            Field(folder, str(folder), "Make one: torch-pi2 export MODEL --out BUNDLE.").wrong(
+                f"a bundle: a folder with {MANIFEST_FILE}", "none in it" if Path(folder).is_dir() else "no such folder"
             )
         manifest = cls.from_json(parse_json(read_text(path), path, FORMAT, VERSION, checked=False), str(path))
         if verify:
@@ -233,12 +230,8 @@ class Manifest:
         known = {*self.files, MANIFEST_FILE, *BESIDE}
         others = {p.name for p in folder.iterdir() if not p.name.startswith(".")} - known
         if others:
-            raise ArtifactError(
-                str(folder / min(others)),
-                expected=f"only the files that {MANIFEST_FILE} names",
-                found="another",
-                fix="Move it out of the bundle, or export again.",
-            )
+            fix = "Move it out of the bundle, or export again."
+            Field(others, str(folder / min(others)), fix).wrong(f"only the files that {MANIFEST_FILE} names", "another")
         if what == "sizes":
             return 0
         read = {name: e for name, e in self.files.items() if what == "all" or name != STORE_FILE}

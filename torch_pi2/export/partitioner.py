@@ -20,7 +20,8 @@ from executorch.exir.backend.partitioner import DelegationSpec, Partitioner, Par
 from executorch.exir.dialects.edge._ops import EdgeOpOverload
 from torch import nn
 
-from torch_pi2.errors import ConfigError, UnsupportedModelError
+from torch_pi2.base.fields import argument
+from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.export.delegated import ROLES, exported_layers
 from torch_pi2.export.program import named_failures, quiet
 from torch_pi2.export.store import blob_of, event_of, write_store
@@ -223,11 +224,8 @@ class Pi2Partitioner(BlobPartitioner):
         if len(found) == 1:
             other = _mismatch(program, node, self._layers[found[0]], known)
         if other:
-            raise ConfigError(
-                "Pi2Partitioner",
-                expected="a program of the model that the partitioner was created with",
-                found=f"a layer of another one ({other})",
-                fix="Create it with the model that the program was exported from.",
+            argument(program, "Pi2Partitioner", "Create it with the model that the program was exported from.").wrong(
+                "a program of the model that the partitioner was created with", f"a layer of another one ({other})"
             )
         return found[0]
 
@@ -235,11 +233,9 @@ class Pi2Partitioner(BlobPartitioner):
         """Raises ConfigError: no layer of this model; UnsupportedModelError: a layer is called twice."""
         found = [layer for layer in (self._layer(program, node) for node in program.graph.nodes) if layer is not None]
         if not found:
-            raise ConfigError(
-                "Pi2Partitioner",
-                expected="a program with feed-forward layers of its model, from torch_pi2.export_program",
-                found="one without",
-                fix="Export the optimised model, not the dense one; leave the partitioner out for other methods.",
+            fix = "Export the optimised model, not the dense one; leave the partitioner out for other methods."
+            argument(program, "Pi2Partitioner", fix).wrong(
+                "a program with feed-forward layers of its model, from torch_pi2.export_program", "one without"
             )
         if len({*found}) < len(found):
             raise UnsupportedModelError(
@@ -344,10 +340,9 @@ def _delegated(
 
 def _check_delegated(edge: Any, calls: Mapping[str, int], name: str) -> None:
     for key, wanted in calls.items():
-        nodes = edge.exported_program(key).graph_module.graph.nodes
-        missed = [str(node.target) for node in nodes if role_of(node) is not None]
-        called = [n.args[0].target for n in nodes if "executorch_call_delegate" in str(n.target)]
-        found = sum(getattr(edge.exported_program(key).graph_module, c).backend_id == BACKEND for c in called)
+        module = edge.exported_program(key).graph_module
+        missed = [str(node.target) for node in module.graph.nodes if role_of(node) is not None]
+        found = sum(lowered.backend_id == BACKEND for lowered in _lowered(module))
         if missed or found != wanted:
             raise UnsupportedModelError(
                 f"lowering {name}, method {key}",

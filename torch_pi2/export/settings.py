@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from torch_pi2.base.fields import argument, check_fields, limited
+from torch_pi2.base.fields import Field, argument, check_fields, limited
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.export import qnn
 from torch_pi2.export.executorch import check_executorch
@@ -108,9 +108,6 @@ def check_bundle_folder(folder: Path) -> None:
         with suppress(ArtifactError):  # another program's manifest.json
             ours |= Manifest.load(folder, verify=False).files.keys()
     if not folder.is_dir() or ours == {MANIFEST_FILE} or {path.name for path in folder.iterdir()} - ours - {*BESIDE}:
-        raise ArtifactError(
-            str(folder),
-            expected="a new or empty folder, or an earlier bundle",
-            found="other files" if folder.is_dir() else "a file",
-            fix="Choose another folder.",
+        Field(folder, str(folder), "Choose another folder.").wrong(
+            "a new or empty folder, or an earlier bundle", "other files" if folder.is_dir() else "a file"
         )

@@ -157,11 +157,8 @@ def _bounded() -> Iterator[None]:
         steps += 1
         text += len(value) if event == "return" and isinstance(value, str) else 0
         if steps > MOST_STEPS or text > MOST_TEXT:
-            raise ConfigError(
-                "chat template",
-                expected=f"one that ends within {MOST_STEPS} lines and {MOST_TEXT} characters",
-                found="more",
-                fix="Correct tokenizer.chat_template, or shorten the chat.",
+            argument(text, "chat template", "Correct tokenizer.chat_template, or shorten the chat.").wrong(
+                f"one that ends within {MOST_STEPS} lines and {MOST_TEXT} characters", "more"
             )
         return count if frame.f_code.co_filename == "<template>" else None
 
@@ -338,8 +335,10 @@ class SamplingSettings:
 
     def choose(self, logits_V: torch.Tensor, before: Sequence[int], random: torch.Generator) -> int:
         """The next token after ``before``: sampled, or the most probable one (ties: the first)."""
-        if self.repetition_penalty is not None and self.repetition_penalty != 1:
-            logits_V = _penalised(logits_V, before, self.repetition_penalty)
+        if (penalty := self.repetition_penalty) is not None and penalty != 1:
+            logits_V, tokens = logits_V.clone(), torch.tensor(sorted(set(before)), dtype=torch.int64)
+            logits = logits_V[tokens]
+            logits_V[tokens] = torch.where(logits < 0, logits * penalty, logits / penalty)
         if self.temperature == 0:
             return int(torch.argmax(logits_V))
         # finite or -inf: never NaN
@@ -353,13 +352,6 @@ class SamplingSettings:
             sorted_V = sorted_V.where(sorted_V >= self.min_p * sorted_V[0], 0)
         shares_V = torch.zeros_like(shares_V).scatter_(-1, order_V, sorted_V)
         return int(torch.multinomial(shares_V, 1, generator=random))
-
-
-def _penalised(logits_V: torch.Tensor, before: Sequence[int], penalty: float) -> torch.Tensor:
-    logits_V, tokens = logits_V.clone(), torch.tensor(sorted(set(before)), dtype=torch.int64)
-    logits = logits_V[tokens]
-    logits_V[tokens] = torch.where(logits < 0, logits * penalty, logits / penalty)
-    return logits_V
 
 
 def defaults_of(folder: Path) -> SamplingSettings:

@@ -17,12 +17,12 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from torch_pi2.base.dtypes import DTYPES
-from torch_pi2.base.fields import checked
+from torch_pi2.base.fields import Field, checked
 from torch_pi2.base.modules import fresh_settings
 from torch_pi2.base.tensorfile import TensorReader
 from torch_pi2.checkpoint.save_load import finish_loading, read_model
 from torch_pi2.checkpoint.sparse import LoadSettings
-from torch_pi2.errors import ArtifactError, DeviceError, UnsupportedModelError, check_choice
+from torch_pi2.errors import DeviceError, UnsupportedModelError, check_choice
 from torch_pi2.formats import FLOATS
 from torch_pi2.rewrite.gpu import checked_memory
 from torch_pi2.store.folder import HF_FILE, HF_METHOD, PI2_FOLDER
@@ -140,12 +140,9 @@ class Pi2Quantizer(HfQuantizer):
         if self.quantization_config.weights is not None:
             TensorReader(file).close()  # raises if it is missing or damaged
             if weights_path(self._folder / PI2_FOLDER) is None:
-                raise ArtifactError(
-                    str(self._folder / PI2_FOLDER),
-                    expected=f"{STORE_FILE} or {WEIGHTS_FILE}",
-                    found="neither",
-                    fix="Copy the folder again, whole, or make it again.",
-                )
+                Field(
+                    self._folder, str(self._folder / PI2_FOLDER), "Copy the folder again, whole, or make it again."
+                ).wrong(f"{STORE_FILE} or {WEIGHTS_FILE}", "neither")
         _empty(model)
         return model
 

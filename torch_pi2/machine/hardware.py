@@ -34,15 +34,7 @@ VERSION = 2
 SOURCES = ("measured", "published")
 
 #: ``weights/activations``.
-KERNELS = (
-    "int4/int8",
-    "int4/float",
-    "int8/int8",
-    "int8/float",
-    "bfloat16/float",
-    "float16/float",
-    "float32/float",
-)
+KERNELS = ("int4/int8", "int4/float", "int8/int8", "int8/float", "bfloat16/float", "float16/float", "float32/float")
 #: Unused fields of version 1.
 _OBSOLETE = ("thread_factors", "cache_bytes", "cached", "cached_glue", "glue", "interference")
 

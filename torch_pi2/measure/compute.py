@@ -109,13 +109,11 @@ class KernelCases:
         generator = torch.Generator().manual_seed(tokens)
         return torch.randn((tokens, self.hidden), generator=generator).to(self.x_dtype)
 
-    def bias(self, neurons: int, deviations: float) -> torch.Tensor | None:
-        return torch.full((neurons,), -deviations, dtype=self.bias_dtype) if deviations else None
-
     def ffn(
         self, x_TH: torch.Tensor, neurons: int, n_hot: int, mask_TC: torch.Tensor | None, act: str, deviations: float
     ) -> Ready:
-        bias, weights, kind, int8 = self.bias(neurons, deviations), self.weights, self.kind, self.int8
+        bias = torch.full((neurons,), -deviations, dtype=self.bias_dtype) if deviations else None
+        weights, kind, int8 = self.weights, self.kind, self.int8
         op, last = torch.ops.pi2.sparse_ffn, (bias, None, None, mask_TC, act, False, n_hot, 0.0, kind, int8)
         return lambda: partial(op, x_TH, weights.neuron_rows(neurons), *last)
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
+from torch_pi2.base.fields import Field
 from torch_pi2.base.files import not_written, scratch
-from torch_pi2.errors import ArtifactError
 from torch_pi2.machine.reads import ReadRate, Reads, monotone, six_digits
 from torch_pi2.ops.constants import lists
 
@@ -37,19 +37,16 @@ class Drive:
         self.direct = self._reads_directly()
         self.warm, self.stream_gb_per_s = False, 0.0
         for _ in range(_PASSES):
-            found = self._read("pread", _STREAM_BLOCK, nbytes, _STREAM_DEPTH, seconds / _PASSES, sequential=True)
+            found = self.rate("pread", _STREAM_BLOCK, nbytes, _STREAM_DEPTH, seconds / _PASSES, sequential=True)
             before, self.stream_gb_per_s = self.stream_gb_per_s, six_digits(found[0] * _STREAM_BLOCK / 1e9)
             self.warm = before > 0 and abs(self.stream_gb_per_s / before - 1) < _AGREE
             if self.warm:
                 break
 
-    def rate(self, engine: str, block: int, range_bytes: int, depth: int, seconds: float) -> tuple[float, float]:
-        """Random reads a second, and CPU seconds of each; zeros if the engine is unavailable."""
-        return self._read(engine, block, range_bytes, depth, seconds)
-
-    def _read(
+    def rate(
         self, engine: str, block: int, range_bytes: int, depth: int, seconds: float, *, sequential: bool = False
     ) -> tuple[float, float]:
+        """Reads a second, random unless ``sequential``, and CPU seconds of each; zeros if the engine is unavailable."""
         where = (str(self.path), engine, self.direct, block, depth, range_bytes, sequential, seconds)
         reads, wall, cpu = torch.ops.pi2.read_rates(*where).tolist()
         return (reads / wall, cpu / reads) if reads and wall else (0.0, 0.0)
@@ -74,12 +71,8 @@ def drive(folder: Path, nbytes: int, seconds: float) -> Iterator[Drive]:
         free = shutil.disk_usage(folder).free
         nbytes = min(nbytes, _LARGEST, free // 4) // _MIB * _MIB
         if nbytes < _MIB:
-            raise ArtifactError(
-                f"a file to be read in {folder}",
-                expected=f"{4 * _MIB} free bytes or more",
-                found=str(free),
-                fix="Free some space, or name another folder: --measure-folder.",
-            )
+            fix = "Free some space, or name another folder: --measure-folder."
+            Field(free, f"a file to be read in {folder}", fix).wrong(f"{4 * _MIB} free bytes or more", str(free))
         with scratch(folder, "pi2-measured-reads") as made, (made / "random").open("xb") as file:
             piece = os.urandom(min(16 * _MIB, nbytes))
             for start in range(0, nbytes, len(piece)):

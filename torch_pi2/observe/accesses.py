@@ -113,12 +113,7 @@ class Accesses:
         tensors, metadata = read_tensors(path)
         found = tuple(metadata.get(name) for name in ("format", "version"))
         if found != (FORMAT, VERSION):
-            raise ArtifactError(
-                str(path),
-                expected=f"{FORMAT} version {VERSION}",
-                found=f"{found[0]} version {found[1]}",
-                fix=_FIX,
-            )
+            Field(path, str(path), _FIX).wrong(f"{FORMAT} version {VERSION}", f"{found[0]} version {found[1]}")
         accesses = cls._parsed(tensors, metadata, path)
         for name, dtype in _DTYPES.items():
             tensor = getattr(accesses, name)
@@ -209,11 +204,8 @@ class record_accesses(Recording):
         with explained(str(self._store.path)):
             problem = torch.ops.pi2.store_record(self._store.number, self.capacity)
         if problem:
-            raise ConfigError(
-                f"recording accesses to {self._store.path}",
-                expected="one recording at a time, in the process that opened the store",
-                found=problem,
-                fix="Stop that one first.",
+            argument(self.path, f"recording accesses to {self._store.path}", "Stop that one first.").wrong(
+                "one recording at a time, in the process that opened the store", problem
             )
         self._before = self._store.stats()
         return self

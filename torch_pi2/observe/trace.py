@@ -18,7 +18,7 @@ import torch
 
 from torch_pi2.base.fields import argument, checked
 from torch_pi2.base.files import atomic_write, check_writable
-from torch_pi2.errors import ConfigError, Pi2Error
+from torch_pi2.errors import Pi2Error
 from torch_pi2.machine import process as machine
 from torch_pi2.ops import load
 from torch_pi2.ops.constants import constants
@@ -116,20 +116,14 @@ class trace(Recording):
     def start(self) -> Self:
         load()
         if not torch.ops.pi2.trace_start(self.capacity):
-            raise ConfigError(
-                f"trace {self.path}",
-                expected="one trace at a time",
-                found="another one running",
-                fix="Stop that one first; it records the whole process.",
-            )
+            fix = "Stop that one first; it records the whole process."
+            argument(self.path, f"trace {self.path}", fix).wrong("one trace at a time", "another one running")
         self._on = True
         return self
 
     def stop(self) -> Path:
         if not self._on:
-            raise ConfigError(
-                f"trace {self.path}", expected="one that was started", found="one that was not", fix="Call start()."
-            )
+            argument(self.path, f"trace {self.path}", "Call start().").wrong("one that was started", "one that was not")
         self._on = False
         events_N7: torch.Tensor = torch.ops.pi2.trace_stop()
         threads = [_Thread(*row) for row in torch.ops.pi2.trace_threads().tolist()]

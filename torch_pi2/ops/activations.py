@@ -83,14 +83,6 @@ def shaped(text: str) -> Shaped | None:
     return made if made.text == text and makes_sense else None
 
 
-def _first(of: Shaped, x: torch.Tensor) -> torch.Tensor:
-    return _factor(of, x) if of.second else _activated(of, x)
-
-
-def _second(of: Shaped, x: torch.Tensor) -> torch.Tensor:
-    return _activated(of, x) if of.second else _factor(of, x)
-
-
 def _activated(of: Shaped, x: torch.Tensor) -> torch.Tensor:
     y = x if of.sigmas == -inf else torch.relu(x - cut(of.text, x))
     y = y if of.limit == inf else y.clamp(max=of.limit)
@@ -120,7 +112,7 @@ def on_up(activation: str, activated: bool) -> Activation:
         return ACTIVATIONS[activation]
     if activation in _PLAIN:
         return _PLAIN["identity"]
-    return partial(_second, _known(activation))
+    return partial(_activated if second(activation) else _factor, _known(activation))
 
 
 def scaled(activation: str, factor: float) -> str:
@@ -168,7 +160,7 @@ class _Activations(dict[str, Activation]):
     """Iterates over plain names; builds activations with parameters on lookup."""
 
     def __missing__(self, text: str) -> Activation:
-        return partial(_first, _known(text))
+        return partial(_factor if second(text) else _activated, _known(text))
 
     def __contains__(self, text: object) -> bool:
         return isinstance(text, str) and shaped(text) is not None

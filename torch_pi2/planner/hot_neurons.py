@@ -36,12 +36,6 @@ def gate_method(site: FFNSite) -> str:
     return Method.EXACT if exact_zeros(site.activation) else Method.THRESHOLD
 
 
-def gate_share(site: FFNSite, active: float) -> float:
-    """Share of a cold neuron's bytes read without a predictor: its first row, and the others if it fires."""
-    rows = site.rows_per_neuron
-    return (1 + (rows - 1) * active) / rows
-
-
 def hot_cut(site: FFNSite, stats: LayerStats, config: Config) -> float:
     """Firing frequency from which a neuron is hot when a predictor selects the others; infinity for experts.
 
@@ -117,7 +111,9 @@ def predicted_bytes(layer: LayerPlan, weight_bytes: int) -> int:
 
 def gated_bytes(site: FFNSite, active: float, weight_bytes: int) -> float:
     """Mean bytes that a token reads without a predictor, if the share ``active`` of the neurons fires."""
-    return site.intermediate * gate_share(site, active) * site.rows_per_neuron * site.hidden * weight_bytes
+    rows = site.rows_per_neuron
+    share = (1 + (rows - 1) * active) / rows  # of a neuron: its first row, and the others if it fires
+    return site.intermediate * share * rows * site.hidden * weight_bytes
 
 
 def plan_experts(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from torch_pi2.base.fields import argument
 from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.formats import has_two_formats
 from torch_pi2.planner.cost import step_ms, without_gpu
@@ -199,9 +200,6 @@ def _check_memory(request: Request) -> None:
         what = f"everything in memory, for batches to {batch} of {request.context} tokens"
         fix = "Pack the model and plan it with a budget, or for fewer sequences (batches) or a shorter context."
     if needed > request.hardware.memory_bytes:
-        raise ConfigError(
-            what,
-            expected=f"at most {request.hardware.memory_bytes} bytes, which {request.hardware.name} has",
-            found=f"{needed} bytes",
-            fix=fix,
+        argument(request.budget_bytes, what, fix).wrong(
+            f"at most {request.hardware.memory_bytes} bytes, which {request.hardware.name} has", f"{needed} bytes"
         )

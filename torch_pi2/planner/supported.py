@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.base.fields import checked, shown
-from torch_pi2.errors import ArtifactError
+from torch_pi2.base.fields import Field, checked, shown
 from torch_pi2.graph.find import search
 from torch_pi2.planner.hot_neurons import gate_method
 from torch_pi2.rewrite.skeleton import skeleton
@@ -96,12 +95,9 @@ def supported(
     others = ""
     if not isinstance(model, nn.Module):
         if gguf_in(model) is not None:
-            raise ArtifactError(
-                f"supported({model})",
-                expected="a model, or the folder of a Hugging Face checkpoint",
-                found="a GGUF file",
-                fix="Import it: torch_pi2.import_gguf(file, folder), and ask of that folder.",
-            )
+            Field(
+                model, f"supported({model})", "Import it: torch_pi2.import_gguf(file, folder), and ask of that folder."
+            ).wrong("a model, or the folder of a Hugging Face checkpoint", "a GGUF file")
         with torch.device("meta"):
             folder, model = Path(model), skeleton(model, trust_remote_code=trust_remote_code)
         others = quantised_by(read_config(folder)) if os.path.isdir(folder) else ""

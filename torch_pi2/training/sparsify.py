@@ -13,7 +13,7 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
-from torch_pi2.base.fields import argument, checked
+from torch_pi2.base.fields import Field, argument, checked
 from torch_pi2.base.files import check_not_current, json_text, locked, replacing_folder, writing
 from torch_pi2.base.modules import fresh_settings
 from torch_pi2.base.progress import phase
@@ -21,7 +21,7 @@ from torch_pi2.base.tensorfile import add_checks
 from torch_pi2.base.units import percent
 from torch_pi2.checkpoint.card import keep_card, section, write_part
 from torch_pi2.checkpoint.save_load import load_dense
-from torch_pi2.errors import ArtifactError, CalibrationError, ConfigError, UnsupportedModelError
+from torch_pi2.errors import CalibrationError, ConfigError, UnsupportedModelError
 from torch_pi2.profiling.data import digest, opening_of
 from torch_pi2.store.folder import check_separate
 from torch_pi2.store.trust import tokenizer_of
@@ -211,11 +211,9 @@ def _check_out(out: Path) -> None:
     """Raises ArtifactError: ``out`` is the current folder, or contains anything but an earlier result."""
     check_not_current(out)
     if out.is_file() or (out.is_dir() and any(out.iterdir()) and not (out / REPORT_FILE).is_file()):
-        raise ArtifactError(
-            f"writing {out}",
-            expected=f"a new folder, or one written by sparsify (it has {REPORT_FILE}), which is replaced",
-            found="a file" if out.is_file() else f"a folder with {min(p.name for p in out.iterdir())} in it",
-            fix="Choose another folder.",
+        Field(out, f"writing {out}", "Choose another folder.").wrong(
+            f"a new folder, or one written by sparsify (it has {REPORT_FILE}), which is replaced",
+            "a file" if out.is_file() else f"a folder with {min(p.name for p in out.iterdir())} in it",
         )
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from torch_pi2.base.dtypes import dtype_name
-from torch_pi2.base.fields import Field, Limits, from_json, limited, to_json
+from torch_pi2.base.fields import Field, Limits, argument, from_json, limited, to_json
 from torch_pi2.base.files import atomic_write, json_text, parse_json, read_text
 from torch_pi2.base.memory import let_go
 from torch_pi2.base.tensorfile import Spec, packed, read_tensors
@@ -97,11 +97,9 @@ class Plan:
         """The bound model. Raises ConfigError: there is none, or it was garbage-collected."""
         model = None if self._model is None else self._model()
         if model is None:
-            raise ConfigError(
-                "plan",
-                expected="one that is bound to a live model",
-                found="not bound" if self._model is None else "a model that no longer exists",
-                fix="Call plan.bind(model) first and keep the model.",
+            argument(model, "plan", "Call plan.bind(model) first and keep the model.").wrong(
+                "one that is bound to a live model",
+                "not bound" if self._model is None else "a model that no longer exists",
             )
         return model
 

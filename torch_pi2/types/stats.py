@@ -19,7 +19,7 @@ from torch_pi2.base.fields import Field, Limits, argument, from_json, limited, o
 from torch_pi2.base.files import atomic_write, check_artifact
 from torch_pi2.base.reading import parse
 from torch_pi2.base.tensorfile import Spec, packed, read_tensors
-from torch_pi2.errors import ArtifactError, ConfigError
+from torch_pi2.errors import ArtifactError
 
 #: Versions: plain; with a threshold per neuron; with scores of up instead of the gate.
 STATS_VERSION, STATS_WITH_THRESHOLDS, STATS_UP_FIRST = 1, 2, 3
@@ -167,11 +167,8 @@ class LayerStats(LayerHead):
         """
         sizes = [s for s, n in zip(self.batch_sizes, self.batch_groups.tolist()) if n > 0]
         if not sizes:
-            raise ConfigError(
-                f"firing frequency of {self.key}",
-                expected="statistics of some tokens",
-                found="none" if self.experts is None else "none: its router gave it no token",
-                fix="Profile, or watch, more text.",
+            argument(batch, f"firing frequency of {self.key}", "Profile, or watch, more text.").wrong(
+                "statistics of some tokens", "none" if self.experts is None else "none: its router gave it no token"
             )
         if batch < 1 or batch > sizes[-1]:
             fix = "Profile with a larger batch_size, or watch so many sequences being decoded together."
@@ -249,12 +246,9 @@ class ActivationStats:
         if known and float(stats.zeros.sum()) >= share * stats.known_zero * stats.intermediate:
             return 0.0
         if not stats.scored:
-            raise ConfigError(
-                f"threshold of {key} for a share of {share}",
-                expected="statistics with scores",
-                found="counts alone, of a model that was watched in use",
-                fix="Profile the model (torch_pi2.profile).",
-            )
+            argument(
+                share, f"threshold of {key} for a share of {share}", "Profile the model (torch_pi2.profile)."
+            ).wrong("statistics with scores", "counts alone, of a model that was watched in use")
         want = share * stats.scored * stats.intermediate
         below = torch.cumsum(stats.score_hist, 0)
         bin_ = int(torch.searchsorted(below, torch.tensor(math.ceil(want))))
@@ -263,16 +257,12 @@ class ActivationStats:
         low, high = bin_edge(bin_), bin_edge(bin_ + 1)
         return low + (high - low) * part
 
-    def _version(self) -> int:
-        if any(s.up_first for s in self):
-            return STATS_UP_FIRST
-        return STATS_VERSION if all(s.thresholds is None for s in self) else STATS_WITH_THRESHOLDS
-
     def save(self, path: str | Path) -> Path:
         """Write ``stats.safetensors`` (into ``path`` if that is a folder) by atomic rename; returns its path."""
         path = _file(path)
         tensors: dict[str, torch.Tensor] = {}
         layers = []
+        version = STATS_VERSION if all(s.thresholds is None for s in self) else STATS_WITH_THRESHOLDS
         for s in self:
             for name in (*_COUNTS, _OWN):
                 if getattr(s, name) is not None:
@@ -280,7 +270,7 @@ class ActivationStats:
             layers.append({one.name: getattr(s, one.name) for one in fields(LayerHead)})
         meta = {
             "format": STATS_FORMAT,
-            "version": str(self._version()),
+            "version": str(STATS_UP_FIRST if any(s.up_first for s in self) else version),
             "model_hash": self.model_hash,
             "made_by": json.dumps(self.made_by),
             "layers": json.dumps(layers),

@@ -70,7 +70,9 @@ def _run(folder: Path) -> None:
     job, work = json.loads((folder / "job.json").read_text()), folder.parent
     settings, log = Settings(**job["settings"]), _Log(folder / "log")
     sdk.load(sdk.Libraries(Path(job["libraries"]), job["origin"]))
-    build = _build()
+    from executorch.backends.qualcomm.utils.check_qnn_version import get_sdk_build_id
+
+    build = str(get_sdk_build_id())
     _probe(settings, build, log)
     for name in job["parts"]:
         started = time.monotonic()
@@ -89,12 +91,6 @@ def _run(folder: Path) -> None:
         report = {"context_bytes": len(context), **facts, "graphs": graphs, "seconds": seconds}
         atomic_write(work / f"{name}.json", json.dumps(report))
     atomic_write(folder / "done.json", json.dumps({"build": build}))
-
-
-def _build() -> str:
-    from executorch.backends.qualcomm.utils.check_qnn_version import get_sdk_build_id
-
-    return str(get_sdk_build_id())
 
 
 def _probe(settings: Settings, build: str, log: _Log) -> None:

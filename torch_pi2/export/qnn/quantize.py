@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -70,10 +71,7 @@ class _Sums(nn.Module):
         self.hot = hot
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        sums = [self.hot.chunk(0, x)]
-        for i in range(1, len(self.hot.up)):
-            sums.append(sums[-1] + self.hot.chunk(i, x))
-        return tuple(sums)
+        return tuple(accumulate(self.hot.chunk(i, x) for i in range(len(self.hot.up))))
 
 
 def hot_part(
