@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from serving import greedy_alone, quantised
 from tiny_models import overflowing, tiny
 
@@ -133,3 +134,20 @@ def test_one_answer_does_not_end_another_where_positions_end() -> None:
     batch.start()
     batch.close(20)
     assert [len(one.tokens) for one in (short, long)] == [40, 24]
+
+
+def test_a_token_that_only_the_head_has_ends_its_own_answer() -> None:
+    model: Any = tiny("llama-relu")
+    head = torch.nn.Linear(32, 70, bias=False)
+    with torch.no_grad():
+        head.weight.zero_()[:64] = model.lm_head.weight
+    model.lm_head = head
+    batch = Batch(model, max_tokens=64, max_batch_size=2)
+    bad, good = Heard([1, 2], 12), Heard([1, 2, 3], 12)
+    bad.sequence.bias = {66: 100.0}
+    for one in (bad, good):
+        batch.submit(one.sequence)
+    batch.start()
+    batch.close(20)
+    assert "expected tokens of 0 to 63, the model's vocabulary, found the token 66" in str(bad.error)
+    assert (good.reason, len(good.tokens)) == ("length", 12)

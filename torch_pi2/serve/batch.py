@@ -20,7 +20,7 @@ from torch import nn
 
 from torch_pi2.decode.broadcast import group_of
 from torch_pi2.decode.chunked_prefill import prompt_path_lengths, takes_several_lengths
-from torch_pi2.decode.decoder import Decoder
+from torch_pi2.decode.decoder import Decoder, check_vocabulary
 from torch_pi2.decode.sequence import GeneratedSequence, Sampling, pick
 from torch_pi2.errors import BusyError, ClosedError, ConfigError, GroupError, ShapeError
 from torch_pi2.observe.live import Meter
@@ -163,6 +163,7 @@ class Batch:
         self.meter: Meter | None = None
         self._group = group_of(model)
         self._decoder = Decoder(model, max_tokens=max_tokens, batch=max_batch_size, compiled=compiled, logits=True)
+        self._vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
         divided = self._group is not None and self._group.divides_kv
         self.prefixes = PrefixCache(0 if divided else prefix_bytes, ways=prompt_path_lengths(model))
         self._reading: tuple[Sequence, Generator[int]] | None = None
@@ -340,6 +341,8 @@ class Batch:
         for sequence, logits_V in logits:
             try:
                 sequence._take(logits_V)
+                if sequence._growing.ended is None and sequence._last() >= self._vocabulary:  # the head has more
+                    check_vocabulary(self._decoder.model, torch.tensor([sequence._last()]), "token")
             except Exception as error:  # of its constraint; the other sequences do not depend on it
                 sequence._failed, sequence._growing.ended = error, "error"
         self.counts.answer_tokens += len(logits)
