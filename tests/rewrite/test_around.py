@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from tiny_models import HIDDEN, INTERMEDIATE, FunctionalBlock, plain
 from torch import nn
 
 import torch_pi2
+from torch_pi2.errors import ConfigError
 
 EXAMPLE = [(torch.randn(4, 16, HIDDEN, generator=torch.Generator().manual_seed(1)),)]
 
@@ -154,3 +156,75 @@ def test_a_model_that_gives_other_results_each_time_is_said_not_to_be_compared(
     torch_pi2.optimize(model, EXAMPLE, method="exact")
     assert not model.torch_pi2.left
     assert "gives other results each time: not compared with the sparse model" in caplog.text
+
+
+FACTORS = {"one": 1.0}
+
+
+def scaled(y):
+    return y * 1.0
+
+
+class Registry:
+    factor = 1.0
+
+
+class Own(nn.Module):
+    """A feed-forward layer that looks up numbers and functions everywhere."""
+
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.act = (
+            nn.Linear(HIDDEN, INTERMEDIATE),
+            nn.Linear(INTERMEDIATE, HIDDEN),
+            nn.LeakyReLU(0.0),
+        )
+        self.numbers = [1.0]
+        self.scale, self.settings, self.config = 1.0, {"scale": 1.0}, types.SimpleNamespace(scale=1.0)
+
+    def helper(self, h):
+        return F.relu(h)
+
+    def forward(self, x):
+        h = self.helper(self.act(self.up(x))) * self.scale * self.settings["scale"] * self.config.scale * self.factor
+        return scaled(self.down(h * FACTORS["one"] * self.numbers[0] * Registry.factor))
+
+
+def other_forward(self, x):
+    return self.down(self.up(x))
+
+
+CHANGES: dict[str, Callable[[Any, pytest.MonkeyPatch], Any]] = {
+    "attribute": lambda m, p: setattr(m, "scale", 3.0),
+    "mapping of the module": lambda m, p: m.settings.update(scale=3.0),
+    "configuration": lambda m, p: setattr(m.config, "scale", 3.0),
+    "another configuration": lambda m, p: setattr(m, "config", types.SimpleNamespace(scale=3.0)),
+    "class attribute": lambda m, p: p.setattr(Own, "factor", 3.0),
+    "attribute that hides the class's": lambda m, p: setattr(m, "factor", 3.0),
+    "forward of the class": lambda m, p: p.setattr(Own, "forward", other_forward),
+    "method of the class": lambda m, p: p.setattr(Own, "helper", lambda self, h: h),
+    "call of the class": lambda m, p: p.setattr(Own, "__call__", other_forward, raising=False),
+    "forward of an activation": lambda m, p: p.setattr(nn.LeakyReLU, "forward", lambda self, h: h),
+    "slope of an activation": lambda m, p: setattr(m.act, "negative_slope", 0.5),
+    "forward of a linear": lambda m, p: setattr(m.down, "forward", lambda x: x),
+    "function of the module": lambda m, p: p.setitem(globals(), "scaled", lambda y: y * 3),
+    "function of PyTorch": lambda m, p: p.setattr(F, "relu", lambda h: h),
+    "mapping": lambda m, p: p.setitem(FACTORS, "one", 3.0),
+    "list": lambda m, p: m.numbers.__setitem__(0, 3.0),
+    "attribute of another class": lambda m, p: p.setattr(Registry, "factor", 3.0),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@torch.no_grad()
+def test_what_a_replaced_forward_looks_up_may_not_change(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = plain(FunctionalBlock(), Own())
+    x = hostile_inputs()[0]
+    torch_pi2.optimize(model, EXAMPLE, method="exact")
+    model(x)
+    CHANGES[name](model[1], monkeypatch)
+    with pytest.raises(ConfigError, match=r"which the code of 1 looks up|expected a parameter with its values"):
+        model(x)
+    monkeypatch.undo()

@@ -361,3 +361,25 @@ def _out(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def _first(out: Any) -> torch.Tensor:
     return out if isinstance(out, torch.Tensor) else out.logits
+
+
+@pytest.mark.parametrize("name", ["", "data", "state_dict"])
+@torch.no_grad()
+def test_memory_that_something_outside_has_too_is_said(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = plain(FunctionalBlock(), Around(MLP()))
+    held = {"": None, "data": model[1].mlp.up.weight.data, "state_dict": model.state_dict()}[name]
+    rewrite(model, make_plan(model, (X_BTH,)))
+    said = [
+        r.getMessage() for r in caplog.records if "tensors outside of the model have the memory of" in r.getMessage()
+    ]
+    assert bool(said) == (held is not None)
+    assert not said or f"of {'1.mlp.up.weight' if name == 'data' else '0.banana.weight and 7 more'}" in said[0]
+
+
+@pytest.mark.parametrize("name", ["_modules", "_parameters"])
+def test_guarded_mappings_are_not_updated_in_silence(name: str) -> None:
+    model = plain(FunctionalBlock(), Around(MLP()))
+    rewrite(model, make_plan(model, (X_BTH,)))
+    new = {"_modules": {"up": nn.Linear(1, 1)}, "_parameters": {"weight": nn.Parameter(torch.zeros(1))}}[name]
+    with pytest.raises(ConfigError, match="assigning "):
+        getattr(model[1].mlp if name == "_modules" else model[1].mlp.up, name).update(new)

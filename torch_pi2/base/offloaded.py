@@ -160,7 +160,15 @@ class WeightOwner(Protocol):
         """Raises ConfigError, about ``what``: the values are quantised."""
 
 
-class GuardedParameters(dict[str, Any]):
+class _Guarded(dict[str, Any]):
+    """A mapping whose items are all assigned by ``__setitem__``."""
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for name, value in dict(*args, **kwargs).items():
+            self[name] = value
+
+
+class GuardedParameters(_Guarded):
     """``_parameters`` of a module that does not compute with (some of) them: assigning others raises ConfigError.
 
     Hidden from ``torch.export``, which would make them inputs.
@@ -193,7 +201,7 @@ class GuardedParameters(dict[str, Any]):
         return GuardedParameters, (dict(dict.items(self)), self.names, self.owner)
 
 
-class GuardedModules(dict[str, Any]):
+class GuardedModules(_Guarded):
     """``_modules`` of a module that no longer calls them, since a sparse layer computes the FFN ``key``: replacing one
     raises ConfigError.
     """

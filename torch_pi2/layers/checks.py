@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from torch_pi2.base.dtypes import DTYPES, dtype_name
+from torch_pi2.base.lookups import Lookups
 from torch_pi2.base.modules import refuse_global_hooks
 from torch_pi2.errors import ConfigError, DtypeError, GradientError, ShapeError, check_choice
 from torch_pi2.types.method import METHODS
@@ -12,10 +13,16 @@ from torch_pi2.types.plan import LayerPlan, is_permutation
 from torch_pi2.types.site import FFNSite
 
 
-def check_ffn_input(site: FFNSite, training: bool, x: torch.Tensor, weights: torch.dtype) -> None:
-    """Checks hidden size and dtypes (of ``x`` and the ``weights``), and refuses gradients and global module hooks."""
+def check_ffn_input(
+    site: FFNSite, training: bool, x: torch.Tensor, weights: torch.dtype, lookups: Lookups | None = None
+) -> None:
+    """Checks hidden size and dtypes (of ``x`` and the ``weights``) and ``lookups``, and refuses gradients and global
+    module hooks.
+    """
     if not torch.compiler.is_compiling():
         refuse_global_hooks(site.key)
+        if lookups is not None:
+            lookups.check(site.key)
     for what, dtype in (("input", x.dtype), ("weights", weights)):
         if dtype not in DTYPES.values():
             raise DtypeError(

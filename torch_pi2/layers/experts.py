@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_pi2.base.lookups import Lookups
 from torch_pi2.base.memory import new_tensor
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.graph.routed import LinearRouter, Routed
@@ -68,6 +69,7 @@ class SparseExperts(nn.Module):
     in_memory = True
     is_sparse_layer = True
     split: HybridExperts | None = None
+    lookups: Lookups | None = None
     neuron_rows: torch.Tensor
     order: torch.Tensor
     cuts_E: torch.Tensor
@@ -166,7 +168,7 @@ class SparseExperts(nn.Module):
             ShapeError: the last dimension is not H. GradientError: a gradient would be needed.
         """
         hidden_states, top_k_index, top_k_weights = Routed.of(args, kwargs, len(self.sites))
-        check_ffn_input(self.site, self.training, hidden_states, self.dtype)
+        check_ffn_input(self.site, self.training, hidden_states, self.dtype, self.lookups)
         y: torch.Tensor
         if self.split is not None:
             y = self.split(self, hidden_states, top_k_index, top_k_weights)

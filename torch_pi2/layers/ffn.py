@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_pi2.base.lookups import Lookups
 from torch_pi2.formats import FLOAT, PAIRS, neuron_shape
 from torch_pi2.layers.checks import check_ffn_input, check_method, needs_eval, result_dtype
 from torch_pi2.layers.gpu import (
@@ -85,6 +86,8 @@ class SparseFFN(DenseForm):
     output_error: float | None = None
     dense_from: int | None = None
     split: HybridFFN | None = None
+    #: What the code that it replaces looks up; None: it still runs.
+    lookups: Lookups | None = None
     #: Of a part of a layer: first and last neuron in the whole layer.
     span: tuple[int, int] = (0, 0)
     by_batch: tuple[tuple[int, int], ...] = ()
@@ -362,7 +365,7 @@ class SparseFFN(DenseForm):
 
     def check_input(self, x: torch.Tensor) -> None:
         """Checks ``x`` as :func:`check_ffn_input`, and that it is on the neurons' device."""
-        check_ffn_input(self.site, self.training, x, self.dtype)
+        check_ffn_input(self.site, self.training, x, self.dtype, self.lookups)
         if self.in_memory and self.split is None:
             check_together(self.site.key, x, self.neuron_rows)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from torch_pi2.base.lookups import Lookups
 from torch_pi2.base.modules import allow_hooks, refuse_hooks
 from torch_pi2.base.offloaded import GuardedModules, GuardedParameters, OffloadedParameter, offload, take_back
 from torch_pi2.errors import ConfigError
@@ -39,6 +40,7 @@ def install(model: nn.Module, ffn: SparseFFN | SparseExperts, overrides: Sequenc
     running = set(reachable(model, set(replaced)))
     inside = dict.fromkeys(module for root in replaced for module in root.modules())
     in_use = {id(parameter) for module in running for parameter in module._parameters.values()}
+    ffn.lookups = Lookups(replaced)
     host = model.get_submodule(site.down.weight.rpartition(".")[0])
     for override in overrides:
         keyword = next(iter(inspect.signature(override.module.forward).parameters), "x")

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -43,6 +45,8 @@ from torch_pi2.types.config import Config
 from torch_pi2.types.method import Method
 from torch_pi2.types.plan import LayerPlan, Plan
 from torch_pi2.types.site import check_weights, dense_reference
+
+_log = logging.getLogger("torch_pi2")
 
 
 @fresh_settings()
@@ -89,6 +93,7 @@ def rewrite(
     for group in groups:
         if storage.quantised or group[0].site.key not in known:
             known[group[0].site.key] = _check_group(model, group, predictors, storage, known)
+    _warn_of_aliases(model, plan)
     try:
         for group in bar(groups, "rewrite", progress):
             _rewrite_group(model, group, predictors, storage, known[group[0].site.key])
@@ -96,6 +101,22 @@ def rewrite(
         abandon(model, error)
         raise
     return model
+
+
+def _warn_of_aliases(model: nn.Module, plan: Plan) -> None:
+    """Log parameters of ``plan`` whose memory is also that of tensors outside of the model."""
+    inside = Counter(t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers()) if not t.is_meta)
+    found = {name: model.get_parameter(name) for layer in plan.layers for name in layer.site.parameter_names}
+    count: Any = torch._C._storage_Use_Count
+    storages = {name: p.untyped_storage()._cdata for name, p in found.items() if not p.is_meta}
+    others = [name for name, storage in storages.items() if count(storage) > inside[storage] + 1]
+    if others:
+        _log.warning(
+            "tensors outside of the model have the memory of %s%s (values of state_dict, or .data): it is not freed, "
+            "and the sparse layers do not see what is written there",
+            others[0],
+            f" and {len(others) - 1} more parameters" if len(others) > 1 else "",
+        )
 
 
 def abandon(model: nn.Module, error: BaseException) -> None:
