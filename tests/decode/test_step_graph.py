@@ -413,7 +413,7 @@ CODE: dict[str, Callable[[Any, pytest.MonkeyPatch], None]] = {
 }
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("what", "within"),
     [(what, False) for what in CODE] + [(what, True) for what in CODE if what != "a field of a configuration"],
