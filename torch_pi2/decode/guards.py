@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import builtins
 import gc
-import importlib.util
 import logging
 import sys
 import sysconfig
@@ -18,7 +17,6 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -121,7 +119,7 @@ class _Names:
 
     def add(self, code: CodeType, scope: dict[str, Any]) -> None:
         """The names that ``code`` looks up in ``scope``, its module, and in other modules."""
-        self._dict(scope)
+        self._watched(scope)
         for name in code.co_names:
             if name in scope or name in vars(builtins):
                 self._entry(scope, name, code.co_names)
@@ -134,7 +132,7 @@ class _Names:
         code = (f.__code__ is code and f.__defaults__ is values for f, (code, values) in self._functions.items())
         return all(found) and all(sized) and all(code) and self.watch.lists_same()
 
-    def _dict(self, values: dict[str, Any]) -> None:
+    def _watched(self, values: dict[str, Any]) -> None:
         if self._first(id(values)):
             self.watch.dicts.append(values)
 
@@ -157,7 +155,7 @@ class _Names:
             self._object(value)
 
     def _module(self, module: ModuleType, names: tuple[str, ...]) -> None:
-        self._dict(vars(module))
+        self._watched(vars(module))
         for name in names:
             if name in vars(module) and self._first((id(module), name, names)):
                 self._entry(vars(module), name, names)
@@ -169,9 +167,7 @@ class _Names:
                 continue
             (values,) = gc.get_referents(vars(part))  # the dictionary itself, which has a version
             self._all_of(values)
-            for value in list(values.values()):
-                if isinstance(value, (dict, list, set)):
-                    self._object(value)
+            self._containers(values)
 
     def _all_of(self, values: dict[Any, Any]) -> None:
         self.watch.dicts.append(values)
@@ -187,9 +183,12 @@ class _Names:
         elif isinstance(value, (list, set)):
             self.watch.lists.append(value)
         self.add_class(type(value))
-        for held in list(getattr(value, "__dict__", {}).values()):
-            if isinstance(held, (dict, list, set)):
-                self._object(held)
+        self._containers(getattr(value, "__dict__", {}))
+
+    def _containers(self, values: dict[str, Any]) -> None:
+        for value in list(values.values()):
+            if isinstance(value, (dict, list, set)):
+                self._object(value)
 
 
 class Guards:
@@ -222,8 +221,7 @@ class Guards:
                 ran[frame.f_code] = frame.f_globals
                 self._names.add_class(type(frame.f_locals.get("self")))
 
-        before = sys.getprofile()
-        if before is not None:  # it could not be set again: cProfile's is not made of Python
+        if sys.getprofile() is not None:  # it could not be set again: cProfile's is not made of Python
             self.unknown = "a profiler, which has to see every call"
             yield
             return
@@ -232,9 +230,8 @@ class Guards:
             yield
         finally:
             sys.setprofile(None)
-        for code, scope in ran.items():
-            if code in self._codes:
-                continue
+        for code in ran.keys() - self._codes:
+            scope = ran[code]
             if not _is_known(code, scope):
                 self.unknown = f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
                 return
@@ -244,16 +241,14 @@ class Guards:
 
     def renew(self, model: nn.Module) -> bool:
         """Compare with ``model`` as it is now, and take it as the new standard; True: nothing has changed."""
-        before, same = self._state, self._names.same()
-        watch = _Watch()
-        self._state = State(model, watch)
+        before, same, self._watch, self.unknown = self._state, self._names.same(), _Watch(), None
+        self._state = State(model, self._watch)
         if not same:
             self._names, self._codes = _Names(), set()
         for kind in set(map(type, model.modules())):
             self._names.add_class(kind)
-        watch.begin()
+        self._watch.begin()
         self._names.watch.begin()
-        self._watch, self.unknown = watch, None
         return same and self._state == before
 
     def hold(self, model: nn.Module) -> bool:
@@ -268,20 +263,15 @@ class Guards:
 
 
 @cache
-def _known_folders() -> tuple[str, ...]:
-    found = [importlib.util.find_spec(name) for name in _KNOWN]
-    folders = [folder for spec in found if spec is not None for folder in spec.submodule_search_locations or ()]
-    return tuple(str(Path(folder).resolve()) + "/" for folder in folders) + tuple(f"{folder}/" for folder in folders)
-
-
-@cache
-def _library_folders() -> tuple[str, ...]:
-    return tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib"))
+def _known_folders() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Those of packages, and those of the standard library, which has folders of other packages in it."""
+    packages = (sys.modules[name].__path__[0] for name in _KNOWN if name in sys.modules)
+    library = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
+    return tuple(f"{folder}/" for folder in packages), tuple(f"{folder}/" for folder in library)
 
 
 def _is_known(code: CodeType, scope: dict[str, Any]) -> bool:
-    file = code.co_filename
+    file, (packages, library) = code.co_filename, _known_folders()
     if file.startswith("<"):  # generated, as the methods of dataclasses are, or frozen
         return file.startswith("<frozen ") or str(scope.get("__name__")).split(".")[0] in _KNOWN
-    in_library = file.startswith(_library_folders()) and "-packages/" not in file
-    return in_library or file.startswith(_known_folders())
+    return file.startswith(packages) or (file.startswith(library) and "-packages/" not in file)
