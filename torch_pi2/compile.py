@@ -42,9 +42,9 @@ def backend(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """Compile a Dynamo graph: FFNs become ``pi2::sparse_ffn``, everything else goes to Inductor.
+    """Compile a Dynamo graph: FFNs become ``pi2::sparse_ffn``, stacked experts ``pi2::experts_ffn``, all else goes to Inductor.
 
-    Without a plan, FFNs with a ReLU-family activation get the exact gate (lossless) and others stay dense. A
+    Without a plan, layers of the ReLU family get the exact gate (lossless); others stay dense, named in warnings. A
     graph without FFNs, or one that needs gradients, is given to Inductor as it is, with one warning.
 
     Neurons are made once per set of weights and shared by all graphs that use it. After a parameter is changed in place

@@ -65,12 +65,12 @@ def assert_same_state(model, state):
     assert all(torch.equal(found[k], state[k]) for k in state)
 
 
-def count_op_calls(call) -> int:
+def count_op_calls(call, name: str = "pi2::sparse_ffn") -> int:
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         call()
-    return sum(event.count for event in profiler.key_averages() if event.key == "pi2::sparse_ffn")
+    return sum(event.count for event in profiler.key_averages() if event.key == name)
 
 
 class MLP(nn.Module):

@@ -62,7 +62,7 @@ class Projection:
     @property
     def sizes(self) -> tuple[int, int]:
         """Outputs and inputs."""
-        n_out, n_in = (_hint(size) for size in self.weight.meta["example_value"].shape)
+        n_out, n_in = (size_hint(size) for size in self.weight.meta["example_value"].shape)
         return (n_in, n_out) if self.transposed else (n_out, n_in)
 
     def is_plain(self, tensors: Tensors) -> bool:
@@ -467,7 +467,7 @@ def _is_tensor(node: fx.Node) -> bool:
     return not isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool, torch.Size))
 
 
-def _hint(value: Any) -> int:
+def size_hint(value: Any) -> int:
     """A size as a number; for symbolic sizes, that of the example."""
     node = getattr(value, "node", None)
     return int(node.hint if node is not None and node.hint is not None else value)
@@ -481,7 +481,7 @@ def _probe_shapes(sources: Sequence[Projection], region: Sequence[fx.Node]) -> l
         example = projection.node.meta.get("example_value")
         if not isinstance(example, torch.Tensor):
             return None
-        real = tuple(_hint(size) for size in example.shape)
+        real = tuple(size_hint(size) for size in example.shape)
         shapes.append(real if literal or len(real) < 2 else (*[1] * (len(real) - 2), 4, real[-1]))
     elements = sum(torch.Size(shape).numel() for shape in shapes)
     return shapes if elements <= _MAX_PROBE else None
@@ -501,7 +501,7 @@ def _evaluate(
             return values[node]
         if node.op == "get_attr":
             return attrgetter(str(node.target))(gm)
-        return _hint(node.meta["example_value"])
+        return size_hint(node.meta["example_value"])
 
     for node in region:
         args: Any = fx.map_arg(node.args, value)

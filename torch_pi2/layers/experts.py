@@ -183,9 +183,9 @@ class SparseExperts(nn.Module):
         routed, stored = (x, index, routing, self.neuron_rows), (self.weights, self.int8_activations)
         y: torch.Tensor
         if on_gpu(x):
-            y = torch.ops.pi2.gathered_experts(*routed, *self._asked(self.cuts_E, self.thresholds_E), *stored)
+            y = torch.ops.pi2.gathered_experts(*routed, *self.asked(self.cuts_E, self.thresholds_E), *stored)
         else:
-            asked = self._asked(self.cuts, self.thresholds)
+            asked = self.asked(self.cuts, self.thresholds)
             y = torch.ops.pi2.experts_ffn(*routed, *asked, *stored, *self.biases())
         return y
 
@@ -198,7 +198,7 @@ class SparseExperts(nn.Module):
         if any(bias is not None for bias in self.biases()):
             raise stays(f"{self.site.key}, whose experts have biases")
 
-    def _asked(self, cuts: Any, thresholds: Any) -> tuple[Any, ...]:
+    def asked(self, cuts: Any, thresholds: Any) -> tuple[Any, ...]:
         """The operators' arguments from the predictor to the thresholds."""
         return *self._predicted(cuts), self.site.activation, self.site.activation_on_up, thresholds
 
@@ -356,7 +356,7 @@ class OffloadedExperts(InStore, SparseExperts):
             self.store.number,
             self.first_layer,
             len(self.sites),
-            *self._asked(self.cuts, self.thresholds),
+            *self.asked(self.cuts, self.thresholds),
             self.int8_activations,
             *self.biases(),
         )

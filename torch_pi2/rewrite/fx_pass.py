@@ -1,4 +1,4 @@
-"""An FX pass that replaces feed-forward layers of a Dynamo graph by ``pi2::sparse_ffn``.
+"""An FX pass that replaces feed-forward layers of a Dynamo graph by ``pi2::sparse_ffn``, experts by ``experts_ffn``.
 
 It runs before AOTAutograd, where an FFN is still a few linears and weights are the model's own parameters.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,15 +19,18 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from torch_pi2.base.modules import fresh_settings
 from torch_pi2.base.progress import warn_once
 from torch_pi2.errors import DeviceError, DtypeError, NonFiniteError, StaleArtifactError
-from torch_pi2.graph.match import Match, Projection, match_ffns
+from torch_pi2.graph.match import Match, match_ffns
 from torch_pi2.graph.skipped import skipped_layers
+from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.gpu import on_gpu
 from torch_pi2.ops import load
 from torch_pi2.ops.activations import exact_zeros
+from torch_pi2.rewrite.fx_experts import GraphLayer, find_experts
 from torch_pi2.rewrite.rewrite import predictor_tensors
 from torch_pi2.types.method import Method
 from torch_pi2.types.plan import LayerPlan, Plan, weights_hash
+from torch_pi2.types.site import FFNSite, FFNWeights
 
 #: Numbers of a parameter compared before each call, to notice changes: a few microseconds.
 _SAMPLE = 32
@@ -46,7 +49,7 @@ class _Packed:
     references: they tell whether an id belongs to another parameter now.
     """
 
-    ffn: SparseFFN
+    ffn: SparseFFN | SparseExperts
     names: tuple[str, ...]
     stamps: list[_Stamp]
     made_from: tuple[Any, ...]
@@ -116,7 +119,10 @@ def make_sparse(
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     tensors = {n: t for n, t in zip(placeholders, example_inputs) if isinstance(t, torch.nn.Parameter)}
     matches, seen = match_ffns(gm, tensors, weights_of(gm, example_inputs))
-    if not matches and not seen.unknown and not our_ops(gm):
+    experts, left = find_experts(gm, tensors)
+    for name, reason in left.items():
+        warn_once(f"{name} stays dense: {reason}")
+    if not matches and not seen.unknown and not our_ops(gm) and not experts and not left:
         warn_once("a graph without feed-forward layers is left to Inductor")
     for projections, computed in seen.unknown:
         warn_once(f"{_name(projections[-1].weight)} stays dense: another formula, of {computed}")
@@ -124,26 +130,32 @@ def make_sparse(
     for projections, reason in (*seen.left, *([] if our_ops(gm) else skipped_layers(matches, seen))):
         warn_once(f"{_name(projections[-1].own[-1])} stays dense: {reason}")
     position = {node: index for index, node in enumerate(placeholders)}
-    chosen = [_planned(match, plan) for match in matches]
+    chosen = [_planned(layer, plan) for layer in (*experts, *map(_of_match, matches))]
     if plan is not None:
         _check_plan(plan, chosen, tensors)
     sparse = []
+    no_zeros: dict[str, list[str]] = {}
     replaced: dict[fx.Node, fx.Node] = {}  # an FFN may be the input of the next one
-    for match, layer in chosen:
-        if layer is None and not exact_zeros(match.activation):
-            warn_once(f"layers with {match.activation} stay dense without a plan: no output of theirs is exactly zero")
+    for layer, planned in chosen:
+        if planned is None and not exact_zeros(activation := layer.sites[0].activation):
+            no_zeros.setdefault(activation, []).append(layer.name)
             continue
-        if not _keeps_shape(match):
-            warn_once(f"{_name(match.down.weight)} stays dense: its output has another shape or dtype than its input")
+        if not layer.keeps_shape:
+            warn_once(f"{layer.name} stays dense: its output has another shape or dtype than its input")
             continue
-        nodes = _parameter_nodes(match)
+        if len(layer.inputs) > 1 and on_gpu(next(iter(tensors.values()))):
+            warn_once(f"{layer.name} stays dense: experts on a GPU need torch_pi2.optimize")
+            continue
         try:
-            packed = _pack(match, nodes, tensors, layer, predictors)
+            packed = _pack(layer, planned, tensors, predictors)
         except (DeviceError, DtypeError, NonFiniteError) as error:
             warn_once(str(error))
             continue
-        extra = _replace(gm, match, packed.ffn, replaced)
-        sparse.append(SparseCall(packed, [position[node] for node in nodes.values()], extra))
+        extra = _replace(gm, layer, packed.ffn, replaced)
+        sparse.append(SparseCall(packed, [position[node] for node in layer.parameters.values()], extra))
+    for activation, names in no_zeros.items():
+        why = "layers with {} stay dense without a plan: no output of theirs is exactly zero ({})"
+        warn_once(why.format(activation, ", ".join(names) if len(names) < 9 else f"{names[0]} to {names[-1]}"))
     if sparse:
         # no eliminate_dead_code(): it would remove y.mul_(2) where the result is unused; AOTAutograd handles this
         gm.graph.lint()
@@ -151,18 +163,17 @@ def make_sparse(
     return sparse
 
 
-def _keeps_shape(match: Match) -> bool:
-    """Whether the FFN returns its input's shape and dtype. Sizes are compared as symbols, which adds no guards."""
-    x, y = match.x.meta.get("example_value"), match.down.node.meta.get("example_value")
-    if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor) or x.dtype != y.dtype:
-        return False
-    return [str(size) for size in x.shape] == [str(size) for size in y.shape]
+def _of_match(match: Match) -> GraphLayer:
+    parameters = _parameter_nodes(match)
+    name, name_of = _name(match.down.weight), {node: name for name, node in parameters.items()}
+    site = match.site(name_of.__getitem__, key=name.rpartition(".")[0], layer=0, owner="")
+    return GraphLayer(name, [site], parameters, [match.x], [*match.inside, *match.down.nodes], match.down.node)
 
 
 def _parameter_nodes(match: Match) -> dict[str, fx.Node]:
     """Parameters of a match under names independent of the graph; a fused one has the first role's name."""
     found: dict[str, fx.Node] = {}
-    for role, projection in _roles(match):
+    for role, projection in zip(("gate", "up", "down") if match.gate else ("up", "down"), match.projections):
         if projection.weight not in found.values():
             found[f"{role}.weight"] = projection.weight
         if projection.bias is not None and projection.bias not in found.values():
@@ -170,42 +181,34 @@ def _parameter_nodes(match: Match) -> dict[str, fx.Node]:
     return found
 
 
-def _roles(match: Match) -> list[tuple[str, Projection]]:
-    gate = [("gate", match.gate.projection)] if match.gate else []
-    return [*gate, ("up", match.up.projection), ("down", match.down)]
-
-
 def _pack(
-    match: Match,
-    nodes: Mapping[str, fx.Node],
+    layer: GraphLayer,
+    planned: Sequence[LayerPlan] | None,
     tensors: Mapping[fx.Node, torch.Tensor],
-    layer: LayerPlan | None,
     predictors: Mapping[str, Any],
 ) -> _Packed:
     load()
-    parameters = [tensors[node] for node in nodes.values()]
-    rows = None if match.gate is None else match.gate.rows
-    predictor = None if layer is None else predictors.get(layer.site.key)
-    key = (*map(id, parameters), rows, match.activation, match.activation_on_up, id(layer), id(predictor))
-    shared = _packed.setdefault(tensors[match.down.weight], {})
+    parameters, sites = [tensors[node] for node in layer.parameters.values()], layer.sites
+    made_from = [None] * len(sites) if planned is None else [(y, predictors.get(y.site.key)) for y in planned]
+    key: tuple[Any, ...] = (*map(id, parameters), *((ref.rows, ref.expert) for ref in sites[0].refs.values()))
+    key += (sites[0].activation, sites[0].activation_on_up, *(id(part) for pair in made_from for part in pair or ()))
+    shared = _packed.setdefault(tensors[layer.parameters[sites[0].down.weight]], {})
     if key not in shared or not shared[key].is_of(parameters):
-        name_of = {node: name for name, node in nodes.items()}
-        where = _name(match.down.weight).rpartition(".")[0]
-        site = match.site(name_of.__getitem__, key=where, layer=0, owner="")
-        order = torch.arange(site.intermediate, dtype=torch.int32) if layer is None else layer.order
-        layer_plan = (
-            LayerPlan(site, Method.EXACT, 0, order)
-            if layer is None
-            else LayerPlan(site, layer.method, layer.n_hot, order, layer.threshold, thresholds=layer.thresholds)
-        )
-        model = _holder(dict(zip(nodes, (p.detach().cpu() if on_gpu(p) else p for p in parameters))))
-        ffn = SparseFFN(site, site.weights(model), layer_plan, *predictor_tensors(predictor)).eval()
-        ffn.to(parameters[0].device)
+        model = _holder(dict(zip(layer.parameters, (p.detach().cpu() if on_gpu(p) else p for p in parameters))))
+        parts = (_part(site, site.weights(model), *(pair or (None, None))) for site, pair in zip(sites, made_from))
+        ffn = SparseExperts(parts, len(sites)) if len(layer.inputs) > 1 else next(parts)
+        ffn.eval().to(parameters[0].device)
         stamps, references = [_stamp(p) for p in parameters], [weakref.ref(p) for p in parameters]
-        shared[key] = _Packed(ffn, tuple(nodes), stamps, (layer, predictor), references)
+        shared[key] = _Packed(ffn, tuple(layer.parameters), stamps, tuple(made_from), references)
     packed: _Packed = shared[key]
     packed.refresh(parameters)
     return packed
+
+
+def _part(site: FFNSite, weights: FFNWeights, planned: LayerPlan | None, predictor: Any) -> SparseFFN:
+    order = torch.arange(site.intermediate, dtype=torch.int32)
+    plan = LayerPlan(site, Method.EXACT, 0, order) if planned is None else replace(planned, site=site)
+    return SparseFFN(site, weights, plan, *predictor_tensors(predictor))
 
 
 def _holder(parameters: Mapping[str, torch.Tensor]) -> Any:
@@ -223,14 +226,13 @@ def further_input(gm: fx.GraphModule, tensor: torch.Tensor, fake_mode: Any) -> f
     return node
 
 
-def _replace(gm: fx.GraphModule, match: Match, ffn: SparseFFN, replaced: dict[fx.Node, fx.Node]) -> list[torch.Tensor]:
-    """Replace a match by its operators; returns the tensors that the graph needs as further inputs.
+def _replace(gm: fx.GraphModule, layer: GraphLayer, ffn: Any, replaced: dict[fx.Node, fx.Node]) -> list[torch.Tensor]:
+    """Replace a layer by its operators; returns the tensors that the graph needs as further inputs.
 
-    ``replaced``: results of earlier matches -> the nodes that replaced them; the new one is added.
+    ``replaced``: results of earlier layers -> the nodes that replaced them; the new one is added.
     """
     extra: list[torch.Tensor] = []
-    x = replaced.get(match.x, match.x)
-    fake_mode = match.x.meta["example_value"].fake_mode
+    fake_mode = layer.inputs[0].meta["example_value"].fake_mode
 
     def given(tensor: torch.Tensor | None) -> fx.Node | None:
         if tensor is None:
@@ -238,23 +240,29 @@ def _replace(gm: fx.GraphModule, match: Match, ffn: SparseFFN, replaced: dict[fx
         extra.append(tensor)
         return further_input(gm, tensor, fake_mode)
 
-    result = match.down.node
-    arguments: list[Any] = [x, *(given(t) for t in ffn.tensors())]
+    arguments: list[Any] = [replaced.get(x, x) for x in layer.inputs]
     operator: Any = torch.ops.pi2.sparse_ffn.default
-    if ffn.has_predictor:
-        tensors, *how = ffn.asked()
-        operator = torch.ops.pi2.predicted_ffn.default
-        arguments += [[given(t) for t in tensors], *how]
+    if isinstance(ffn, SparseExperts):
+        operator = torch.ops.pi2.experts_ffn.default
+        predictor, *how = ffn.asked(ffn.cuts, ffn.thresholds)
+        arguments += [given(ffn.neuron_rows), [given(tensor) for tensor in predictor], *how]
+        arguments += [ffn.weights, ffn.int8_activations, *map(given, ffn.biases())]
     else:
-        arguments.append(None)  # no mask
-    *settings, own = ffn.settings(ffn.n_hot, ffn.threshold)
-    arguments += [*settings, given(own)]
-    with gm.graph.inserting_before(match.down.nodes[0]):
+        arguments += map(given, ffn.tensors())
+        if ffn.has_predictor:
+            tensors, *how = ffn.asked()
+            operator = torch.ops.pi2.predicted_ffn.default
+            arguments += [[given(t) for t in tensors], *how]
+        else:
+            arguments.append(None)  # no mask
+        *settings, own = ffn.settings(ffn.n_hot, ffn.threshold)
+        arguments += [*settings, given(own)]
+    with gm.graph.inserting_before(layer.result):
         node = gm.graph.call_function(operator, tuple(arguments))
-    node.meta = dict(result.meta)
-    replaced[result] = node
-    result.replace_all_uses_with(node)
-    for old in (*reversed(match.down.nodes), *reversed(match.inside)):
+    node.meta = dict(layer.result.meta)
+    replaced[layer.result] = node
+    layer.result.replace_all_uses_with(node)
+    for old in reversed(layer.nodes):
         gm.graph.erase_node(old)
     return extra
 
@@ -272,64 +280,56 @@ def _name(parameter: fx.Node) -> str:
     return ".".join(p for p in parts[1:] if p not in ("_modules", "_parameters", "_orig_mod"))
 
 
-def _planned(match: Match, plan: Plan | None) -> tuple[Match, LayerPlan | None]:
-    """The plan's layer for this FFN, and the match with the same matrix first."""
-    layer = _planned_layer(match, plan)
-    return match.swapped() if layer is not None and layer.site.up_first else match, layer
+def _planned(layer: GraphLayer, plan: Plan | None) -> tuple[GraphLayer, list[LayerPlan] | None]:
+    """The plan's layers with this down weight, and the layer with the same matrix first.
 
-
-def _planned_layer(match: Match, plan: Plan | None) -> LayerPlan | None:
-    """The plan's layer with this down weight. Frames below the root know only the end of its name."""
+    Frames below the root know only the end of its name.
+    """
     if plan is None:
-        return None
-    name = _name(match.down.weight)
-    found = [
-        layer
-        for layer in plan.layers
-        if f".{layer.site.down.weight}".endswith(f".{name}") or f".{name}".endswith(f".{layer.site.down.weight}")
-    ]
-    exact = [layer for layer in found if layer.site.down.weight == name] or found
-    if len(exact) != 1:
+        return layer, None
+    name = _name(layer.parameters[layer.sites[0].down.weight])
+    names = [f".{planned.site.down.weight}" for planned in plan.layers]
+    found = [y for y, own in zip(plan.layers, names) if own.endswith(f".{name}") or f".{name}".endswith(own)]
+    exact = [planned for planned in found if planned.site.down.weight == name] or found
+    if len({planned.site.experts or planned.site.key for planned in exact}) != 1:
         warn_once(
             f"{name} fits {len(exact)} layers of the plan, so it runs without it"
             + ("; the graph is broken inside the model, use torch_pi2.optimize before torch.compile" if exact else "")
         )
-        return None
-    site = exact[0].site.swapped() if exact[0].site.up_first else exact[0].site  # gate first, as found
-    same = (site.hidden, site.intermediate, site.activation, site.activation_on_up) == (
-        match.hidden,
-        match.intermediate,
-        match.activation,
-        match.activation_on_up,
-    )
-    if not same:
-        raise _stale(name, f"{match.hidden} -> {match.intermediate} {match.activation}")
-    return exact[0]
+        return layer, None
+    turned = exact[0].site.up_first and layer.sites[0].gated
+    sites = [site.swapped() for site in layer.sites] if turned else layer.sites
+    here, there = ([_form(site) for site in some] for some in (sites, [planned.site for planned in exact]))
+    if here != there:
+        raise _stale(name, "{} -> {} {}".format(*here[0]))
+    return replace(layer, sites=sites), exact
+
+
+def _form(site: FFNSite) -> tuple[Any, ...]:
+    return site.hidden, site.intermediate, site.activation, site.activation_on_up, site.gated
 
 
 def _check_plan(
-    plan: Plan, chosen: Sequence[tuple[Match, LayerPlan | None]], tensors: Mapping[fx.Node, torch.Tensor]
+    plan: Plan,
+    chosen: Sequence[tuple[GraphLayer, list[LayerPlan] | None]],
+    tensors: Mapping[fx.Node, torch.Tensor],
 ) -> None:
     """Compare the hash of the weights if the graph has the whole model; shapes were compared before."""
     by_name: dict[str, torch.Tensor] = {}
-    for match, layer in chosen:
-        if layer is None:
-            continue
-        refs = {"gate": layer.site.gate, "up": layer.site.up, "down": layer.site.down}
-        for role, projection in _roles(match):
-            ref = refs[role]
-            if ref is None:
-                raise _stale(layer.site.key, "a gated layer")
-            by_name[ref.weight] = tensors[projection.weight]
-            if ref.bias is not None and projection.bias is not None:
-                by_name[ref.bias] = tensors[projection.bias]
+    for found, planned in chosen:
+        for site, layer in zip(found.sites, planned or ()):
+            for role, ref in layer.site.refs.items():
+                own = site.refs[role]
+                by_name[ref.weight] = tensors[found.parameters[own.weight]]
+                if ref.bias is not None and own.bias is not None:
+                    by_name[ref.bias] = tensors[found.parameters[own.bias]]
     model = _holder(by_name)
     try:
-        found = weights_hash(model, [layer.site for layer in plan.layers])
+        found_hash = weights_hash(model, [layer.site for layer in plan.layers])
     except KeyError:
         return
-    if found != plan.model_hash:
-        raise _stale("the model's FFN weights", found[:12], plan.model_hash[:12])
+    if found_hash != plan.model_hash:
+        raise _stale("the model's FFN weights", found_hash[:12], plan.model_hash[:12])
 
 
 def _stale(what: str, found: str, expected: str = "what the plan was made from") -> StaleArtifactError:
