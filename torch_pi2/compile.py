@@ -42,7 +42,7 @@ def backend(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """Compile a Dynamo graph: FFNs become ``pi2::sparse_ffn``, stacked experts ``pi2::experts_ffn``, all else goes to Inductor.
+    """Compile a Dynamo graph: sparse operators for FFNs and stacked experts, Inductor for everything else.
 
     Without a plan, layers of the ReLU family get the exact gate (lossless); others stay dense, named in warnings. A
     graph without FFNs, or one that needs gradients, is given to Inductor as it is, with one warning.
