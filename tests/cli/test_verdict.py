@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,17 @@ def test_quantising_is_measured_beside_what_was_dense(root: Path, command: Any, 
     assert packed["loss"] is None
     assert "quantised weights alone" in packed["not_measured"]["dense"]
     assert "dense not measured" in command("inspect", tmp_path / "store").out
+
+
+@pytest.mark.slow
+def test_a_tokenizer_that_does_not_load(root: Path, command: Any, tmp_path: Path) -> None:
+    """The folder is written and judged, without its loss."""
+    path = Path(shutil.copytree(root / "model", tmp_path / "model")) / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"added_tokens": [None]}))
+    command("quantize", path.parent, tmp_path / "out")
+    found = Verdict.load(tmp_path / "out" / "pi2")
+    assert (found.speed is None, found.loss) == (False, None)
+    assert found.not_measured["loss"] == "no tokenizer is there that loads"
 
 
 @pytest.mark.slow

@@ -67,7 +67,7 @@ def judge(
     if dense is None:
         why.setdefault("dense", "the dense weights are not here")
     if dense is None or tokenizer is None or synthetic:
-        no_text = why["dense"] if dense is None else "no tokenizer is there"
+        no_text = why["dense"] if dense is None else "no tokenizer is there that loads"
         why.setdefault("loss", "the weights are random" if synthetic else no_text)
     _, draw = text_or_random(sparse, folder, 0, trust_remote_code)
     speed = _speed(sparse, dense, draw(_PROMPT), seconds / 2)
@@ -158,9 +158,9 @@ def _heldout_ids(folder: Path, vocabulary: int, trust_remote_code: bool) -> torc
     try:
         trust = trusted(folder, trust_remote_code)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust, local_files_only=True)
-    except (OSError, ValueError):
+        ids = torch.tensor(tokenizer(stdlib_text("heldout", max_bytes=400_000), verbose=False)["input_ids"])
+    except Exception:  # transformers and tokenizers raise many types for damaged files
         return None
-    ids = torch.tensor(tokenizer(stdlib_text("heldout", max_bytes=400_000), verbose=False)["input_ids"])
     return ids if len(ids) and int(ids.max()) < vocabulary else None
 
 
