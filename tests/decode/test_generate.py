@@ -23,7 +23,7 @@ from torch_pi2.decode.decoder import Decoder
 from torch_pi2.decode.generate import Generated, generate
 from torch_pi2.decode.plan_controller import follow
 from torch_pi2.decode.sequence import Sampling, pick
-from torch_pi2.errors import ConfigError, NonFiniteError, ShapeError
+from torch_pi2.errors import ConfigError, NonFiniteError, OutOfMemoryError, ShapeError
 from torch_pi2.layers.prompt import has_tiles
 from torch_pi2.types.plan import Bucket, HardwarePlan, PromptPlan
 
@@ -286,6 +286,11 @@ def test_drawing() -> None:
 def test_settings_that_make_no_sense(model: nn.Module, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         generate(model, IDS, **settings)
+
+
+def test_more_tokens_than_any_memory_holds(model: nn.Module) -> None:
+    with pytest.raises(OutOfMemoryError, match=r"keys and values: expected memory for 1 x \d+ tokens, found"):
+        generate(model, IDS, max_new_tokens=10**13)
 
 
 def test_wrong_inputs(model: nn.Module) -> None:

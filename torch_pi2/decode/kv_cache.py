@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.errors import UnsupportedModelError
+from torch_pi2.errors import OutOfMemoryError, UnsupportedModelError
 from torch_pi2.ops import load
 
 #: Maximum new tokens of a step: a failed one may have written this many beyond a row's length.
@@ -51,10 +51,15 @@ class LayerMemory:
 
     def allocate(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Zeros of the heads and width of these. On the CPU they take no memory until they are written."""
-        self.keys, self.values = (
-            t.new_zeros((self.rows, t.shape[1], self.max_tokens, t.shape[3]), device=self.device)
-            for t in (keys, values)
-        )
+        try:
+            self.keys, self.values = (
+                t.new_zeros((self.rows, t.shape[1], self.max_tokens, t.shape[3]), device=self.device)
+                for t in (keys, values)
+            )
+        except RuntimeError as error:  # of torch's allocators
+            expected, fix = f"memory for {self.rows} x {self.max_tokens} tokens", "Lower max_new_tokens or max_tokens."
+            found = str(error).splitlines()[0][:200].rstrip(".")
+            raise OutOfMemoryError("keys and values", expected=expected, found=found, fix=fix) from error
         self.give_back(0)
 
     def give_back(self, rows: int) -> None:
