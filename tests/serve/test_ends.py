@@ -12,6 +12,7 @@ import httpx
 import pytest
 import torch
 from serving import Server
+from tiny_tokenizers import TOKENIZERS
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -19,6 +20,7 @@ import torch_pi2
 from torch_pi2.cli.serve import _server, names_of
 from torch_pi2.decode.sequence import StopStrings, TextStream, end_tokens
 from torch_pi2.serve.chat import ChatSession
+from torch_pi2.serve.constraint import Grammars
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -195,3 +197,9 @@ def test_names_are_those_that_were_given(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path / "deep")
     given = [str(tmp_path / "assistant"), "snapshot-4f2a/", ".", "../model.gguf"]
     assert names_of(given) == ["assistant", "snapshot-4f2a", "deep", "model.gguf"]
+
+
+def test_bytes_of_tokens_that_no_grammar_knows_have_their_space() -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=TOKENIZERS["mistral"]())
+    (token,) = tokenizer.convert_tokens_to_ids(["▁café"])
+    assert Grammars(tokenizer, [], len(tokenizer)).bytes_of(token) == " café".encode()

@@ -100,7 +100,8 @@ class Grammars:
         try:
             found: bytes = self._known("logprobs").decode_bytes([token])
         except ConfigError:  # slow tokenizers have no bytes
-            return str(self._tokenizer.decode([token])).encode()
+            one, two = (str(self._tokenizer.decode([token] * times)) for times in (1, 2))
+            return two[len(one) :].encode()  # with the space that only later words have
         return found
 
     def of_schema(self, schema: dict[str, Any] | bool) -> Constraint:
