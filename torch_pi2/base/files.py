@@ -318,17 +318,6 @@ def _swap_in(staging: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def read_text(path: str | Path) -> str:
-    """The text of one of our JSON files. Raises ArtifactError: missing, not a regular file, or not text."""
-    data = read_bytes(path)
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise ArtifactError(
-            str(path), expected="JSON", found=f"damage ({error})", fix="Make the artefact again."
-        ) from error
-
-
 def json_text(format_name: str, version: int, fields: Mapping[str, Any], *, indent: int | None = 1) -> str:
     """The text of a JSON file of ours, with the checksum of its content in ``crc32c``."""
     head = {"format": format_name, "version": version}
@@ -341,7 +330,14 @@ def _crc_of(data: Mapping[str, Any]) -> str:
     return f"{continue_crc32c(0, json.dumps(data, sort_keys=True, separators=(',', ':')).encode()):08x}"
 
 
-def parse_json(text: str, where: str | Path, format_name: str, *versions: int, checked: bool = True) -> dict[str, Any]:
+def read_json(path: str | Path, format_name: str, *versions: int, checked: bool = True) -> dict[str, Any]:
+    """As :func:`parse_json`, of a file."""
+    return parse_json(read_bytes(path), path, format_name, *versions, checked=checked)
+
+
+def parse_json(
+    text: str | bytes, where: str | Path, format_name: str, *versions: int, checked: bool = True
+) -> dict[str, Any]:
     """The content of our JSON file ``where``, with ``format``, ``version`` and checksum checked; ``versions``:
     supported ones, the current one last. Files of earlier versions have no checksum, nor those edited by hand.
     ``checked=False``: the caller compares it.

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from torch_pi2.base.crc32c import continue_crc32c, crc32c_of_file
 from torch_pi2.base.fields import Field, to_json
-from torch_pi2.base.files import atomic_write, parse_json, read_text
+from torch_pi2.base.files import atomic_write, read_json
 from torch_pi2.base.progress import bar
 from torch_pi2.errors import ArtifactError
 from torch_pi2.store.folder import CARD_FILE
@@ -196,7 +196,7 @@ class Manifest:
             Field(folder, str(folder), "Make one: torch-pi2 export MODEL --out BUNDLE.").wrong(
                 f"a bundle: a folder with {MANIFEST_FILE}", "none in it" if Path(folder).is_dir() else "no such folder"
             )
-        manifest = cls.from_json(parse_json(read_text(path), path, FORMAT, VERSION, checked=False), str(path))
+        manifest = cls.from_json(read_json(path, FORMAT, VERSION, checked=False), str(path))
         if verify:
             _check_seal(path.read_bytes(), path)
         return manifest

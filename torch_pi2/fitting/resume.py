@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_pi2.base.fields import MOST, Field, shown
-from torch_pi2.base.files import atomic_write, json_text, locked, not_written, parse_json, read_text
+from torch_pi2.base.files import atomic_write, json_text, locked, not_written, read_json
 from torch_pi2.base.tensorfile import packed, read_tensors
 from torch_pi2.errors import ArtifactError, StaleArtifactError
 from torch_pi2.predict.file import read_threshold_and_card
@@ -48,7 +48,7 @@ class PredictorFiles(PredictorCache):
             return None
         threshold, card = 0.0, None
         if recall is not None:
-            fields = Field(parse_json(read_text(calibration), calibration, *_FORMAT), str(calibration), "Fit again.")
+            fields = Field(read_json(calibration, *_FORMAT), str(calibration), "Fit again.")
             threshold, card = read_threshold_and_card(fields)
         tensors, _ = read_tensors(path)
         return LowRankRows.from_rows(tensors, "int4", self._hidden, threshold, card)
@@ -70,7 +70,7 @@ class Losses:
         self._path = None if folder is None else folder / "losses.json"
         self._next, self._losses = 0, list[tuple[float, float]]()
         if self._path is not None and self._path.exists():
-            fields = Field(parse_json(read_text(self._path), self._path, *_FORMAT), str(self._path), "Remove it.")
+            fields = Field(read_json(self._path, *_FORMAT), str(self._path), "Remove it.")
             for pair in fields.at("losses").items():
                 loss, share = pair.items(2, 2)
                 self._losses.append((loss.number(-MOST), math.nan if share.value is None else share.number()))
@@ -125,7 +125,7 @@ def _check_same_fit(folder: Path, made_from: dict[str, Any]) -> None:
             )
         _write(path, made_from=made_from)
         return
-    before = parse_json(read_text(path), path, *_FORMAT).get("made_from")
+    before = read_json(path, *_FORMAT).get("made_from")
     before = before if isinstance(before, dict) else {}
     changed = [
         f"{name} ({shown(before.get(name))}, now {shown(now)})"

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from torch_pi2.base.fields import argument, from_json, limited, optional, to_json
-from torch_pi2.base.files import atomic_write, json_text, parse_json, read_text
+from torch_pi2.base.files import atomic_write, json_text, parse_json
+from torch_pi2.base.reading import read_bytes
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import FORMATS, GGML, formats_of
 from torch_pi2.machine.reads import FIX, Reads, check_reads, wrong
@@ -183,7 +184,7 @@ class Hardware:
         return json_text(FORMAT, VERSION, dict(sorted(to_json(self).items()))) + "\n"
 
     @staticmethod
-    def from_json(text: str, where: str = "hardware profile") -> Hardware:
+    def from_json(text: str | bytes, where: str = "hardware profile") -> Hardware:
         """Inverse of :meth:`to_json`; also reads version 1. Raises ArtifactError: names ``where`` and the field."""
         data = parse_json(text, where, FORMAT, 1, VERSION)
         known = {k: v for k, v in data.items() if k not in ("format", "version")}
@@ -200,7 +201,7 @@ class Hardware:
     @staticmethod
     def load(path: str | Path) -> Hardware:
         """Read the file of :meth:`save`. Raises ArtifactError."""
-        return Hardware.from_json(read_text(path), str(path))
+        return Hardware.from_json(read_bytes(path), str(path))
 
 
 def _from_version_1(data: dict[str, Any], where: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch import nn
 from torch_pi2.base.crc32c import crc32c_of_file
 from torch_pi2.base.dtypes import DTYPES, dtype_name
 from torch_pi2.base.fields import Field, shown
-from torch_pi2.base.files import atomic_write, json_text, not_written, parse_json, read_text
+from torch_pi2.base.files import atomic_write, json_text, not_written, read_json
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.graph.routed import chosen_shares
 from torch_pi2.profiling.data import batches
@@ -130,7 +130,7 @@ class SampleFiles(Mapping[str, Samples]):
 
     def __init__(self, folder: Path) -> None:
         path = folder / _INDEX
-        index = Field(parse_json(read_text(path), path, *_FORMAT), str(path), f"Remove {folder}; begin again.")
+        index = Field(read_json(path, *_FORMAT), str(path), f"Remove {folder}; begin again.")
         entries = index.at("samples").each().items()
         self._entries = {key: (folder / str(i), entry) for i, (key, entry) in enumerate(entries)}
 

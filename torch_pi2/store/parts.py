@@ -18,8 +18,7 @@ from typing import Any, Self
 import torch
 
 from torch_pi2.base.fields import Field
-from torch_pi2.base.files import read_text
-from torch_pi2.base.reading import parse
+from torch_pi2.base.reading import parse, read_bytes
 from torch_pi2.base.tensorfile import Spec, TensorReader
 from torch_pi2.errors import ArtifactError
 from torch_pi2.predict import AnyPredictor
@@ -185,10 +184,10 @@ class PartFiles:
 
     def _add(self, part: str, first: Path, tensors: Path) -> None:
         reader = self._readers[part] = TensorReader(tensors)
-        text = read_text(first) if first != tensors else json.dumps(reader.metadata, sort_keys=True)
+        text = read_bytes(first) if first != tensors else json.dumps(reader.metadata, sort_keys=True).encode()
         data = torch.empty(0, dtype=torch.uint8)
         if text:  # frombuffer refuses empty buffers
-            data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+            data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         self._texts[f"pi2.{part}"] = data
         self.specs[f"pi2.{part}"] = Spec.of(data)
         self.specs |= {f"pi2.{part}.{name}": spec for name, spec in reader.specs.items()}

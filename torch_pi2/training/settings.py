@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from torch_pi2.base.fields import argument, check_fields, from_json, limited, to_json
-from torch_pi2.base.files import atomic_write, json_text, parse_json, read_text, writing
+from torch_pi2.base.files import atomic_write, json_text, read_json, writing
 from torch_pi2.errors import StaleArtifactError
 from torch_pi2.training.zeros import Measured
 
@@ -104,7 +104,7 @@ class ResumeInfo:
         path = folder / _RESUME_FILE
         if not path.exists():
             return None
-        data = parse_json(read_text(path), path, _FORMAT, _VERSION)
+        data = read_json(path, _FORMAT, _VERSION)
         fields = {name: value for name, value in data.items() if name not in ("format", "version")}
         return from_json(cls, fields, str(path), _FIX)
 

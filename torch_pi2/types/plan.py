@@ -25,8 +25,9 @@ from torch import nn
 
 from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.fields import Field, Limits, argument, from_json, limited, to_json
-from torch_pi2.base.files import atomic_write, json_text, parse_json, read_text
+from torch_pi2.base.files import atomic_write, json_text, parse_json
 from torch_pi2.base.memory import let_go
+from torch_pi2.base.reading import read_bytes
 from torch_pi2.base.tensorfile import Spec, packed, read_tensors
 from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
 from torch_pi2.types.method import METHODS, PREDICTED
@@ -159,7 +160,7 @@ class Plan:
         A neuron store has its plan inside (:mod:`torch_pi2.store.parts`), without such files.
         """
         where, beside = Path(folder) / "plan.json", f"{folder}/plan.safetensors"
-        text = read_text(where)
+        text = read_bytes(where)
         orders, meta = read_tensors(Path(folder) / "plan.safetensors")
         plan = Plan.from_json(text, orders, str(where), beside)
         if meta.get("model_hash") != plan.model_hash:
@@ -167,7 +168,7 @@ class Plan:
         return plan
 
     @staticmethod
-    def from_json(text: str, orders: dict[str, torch.Tensor], where: str, beside: str = "") -> Plan:
+    def from_json(text: str | bytes, orders: dict[str, torch.Tensor], where: str, beside: str = "") -> Plan:
         """Inverse of :meth:`to_json` and :attr:`orders`, from the files ``where`` and ``beside`` (default: ``where``).
         Raises as :meth:`load`.
         """

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_pi2.base.fields import from_json, limited, to_json
-from torch_pi2.base.files import atomic_write, json_text, parse_json, read_text
+from torch_pi2.base.files import atomic_write, json_text, read_json
 from torch_pi2.base.units import size
 from torch_pi2.errors import StaleArtifactError
 
@@ -88,7 +88,7 @@ class Verdict:
     def load(cls, folder: str | Path, model_hash: str | None = None) -> Verdict:
         """Inverse of :meth:`save`. Raises ArtifactError: missing or damaged. StaleArtifactError: of other weights."""
         path = Path(folder) / VERDICT_FILE
-        data = parse_json(read_text(path), path, FORMAT, VERSION)
+        data = read_json(path, FORMAT, VERSION)
         fields = {name: value for name, value in data.items() if name not in ("format", "version")}
         found = from_json(cls, fields, str(path), _FIX)
         if model_hash is not None and found.model_hash != model_hash:

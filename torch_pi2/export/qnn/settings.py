@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_pi2.base.fields import argument, check_fields, limited
-from torch_pi2.base.files import parse_json, read_text
+from torch_pi2.base.files import read_json
 
 REPORT_FILE = "qnn.json"
 REPORT_FORMAT, REPORT_VERSION = "torch_pi2.qnn", 1
@@ -113,4 +113,4 @@ class Graph:
 
 def read_report(path: Path) -> dict[str, Any]:
     """The report at ``path``. Raises ArtifactError."""
-    return parse_json(read_text(path), path, REPORT_FORMAT, REPORT_VERSION)
+    return read_json(path, REPORT_FORMAT, REPORT_VERSION)
