@@ -1,4 +1,4 @@
-"""Checkpoints whose names and layouts transformers changes at loading: multimodal, of experts, of another class."""
+"""Checkpoints whose names, layouts or values transformers changes: multimodal, of experts, of another class, RWKV-4."""
 
 from __future__ import annotations
 
@@ -150,3 +150,23 @@ def test_quantised_matrices_by_other_names(tmp_path: Path) -> None:
     torch_pi2.import_quantized(folder, tmp_path / "after")
     before, after = torch_pi2.load(tmp_path / "before"), torch_pi2.load(tmp_path / "after")
     assert torch.equal(logits(before), logits(after))
+
+
+@pytest.mark.slow
+def test_weights_that_the_first_evaluation_divides(tmp_path: Path) -> None:
+    """RWKV-4 does so in place, from its second layer on here: a saved folder has them undivided."""
+    model: Any = tiny_family("rwkv")
+    config = transformers.RwkvConfig(**{**model.config.to_dict(), "num_hidden_layers": 2, "rescale_every": 1})
+    torch.manual_seed(0)
+    model = transformers.RwkvForCausalLM(config).eval()
+    model.save_pretrained(tmp_path / "floats")
+    wanted = logits(model)
+    optimized = torch_pi2.optimize(model, method="exact")
+    torch.testing.assert_close(logits(optimized), wanted)
+    torch_pi2.save(optimized, tmp_path / "saved")
+    loaded = torch_pi2.load(tmp_path / "saved")
+    assert torch.equal(logits(loaded), logits(optimized))
+    assert torch.equal(logits(torch_pi2.restore(loaded)), wanted)
+    assert torch.equal(logits(transformers.RwkvForCausalLM.from_pretrained(tmp_path / "saved").eval()), wanted)
+    torch_pi2.quantize(tmp_path / "floats", tmp_path / "quantised", weights="int8")
+    torch.testing.assert_close(logits(torch_pi2.load(tmp_path / "quantised")), wanted, rtol=0.1, atol=0.05)

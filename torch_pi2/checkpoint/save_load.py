@@ -106,7 +106,7 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
             parts = replace(parts, plan=save_weights(model, parts.plan, staging / PI2_FOLDER))
             save_without_weights(model, staging)
         elif hasattr(model, "save_pretrained"):
-            model.save_pretrained(staging)  # type: ignore[operator]
+            model.save_pretrained(staging, state_dict=_as_it_was_read(model))  # type: ignore[operator]
         else:
             from safetensors.torch import save_model
 
@@ -119,6 +119,27 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
             declare(staging)
     remember(folder)  # its code already runs in this process
     return folder
+
+
+def _as_it_was_read(model: Any) -> dict[str, torch.Tensor] | None:
+    """Weights of a model that divides some when it is first evaluated (RWKV-4), multiplied again; None: of another."""
+    values: dict[str, torch.Tensor] | None = None
+    for name, part in model.named_modules():
+        if getattr(part, "layers_are_rescaled", False) and part.config.rescale_every:
+            values = values or model.state_dict()
+            for index in range(len(part.blocks)):
+                for linear in ("attention.output", "feed_forward.value"):
+                    key = f"{name}.blocks.{index}.{linear}.weight".removeprefix(".")
+                    values[key] = values[key] * 2 ** (index // part.config.rescale_every)
+    return values
+
+
+def _divide_weights(model: nn.Module) -> None:
+    """What RWKV-4 does with weights that were just read when it is first evaluated."""
+    for part in model.eval().modules():
+        if hasattr(part, "layers_are_rescaled"):
+            part.layers_are_rescaled = False
+            part._rescale_layers()  # type: ignore[operator]
 
 
 def save_parts(parts: SparseState, pi2: Path) -> None:
@@ -286,7 +307,8 @@ def read_model(folder: Path, settings: LoadSettings) -> nn.Module:
         _load_weights(model, folder / _WEIGHTS)
         if settings.dtype is not None:
             model = model.to(settings.dtype)
-    return apply(model.eval(), SparseState(plan, predictors, stats), settings.progress)
+    _divide_weights(model)
+    return apply(model, SparseState(plan, predictors, stats), settings.progress)
 
 
 def finish_loading(model: nn.Module, gpu_bytes: int | None) -> LoadedModel:
