@@ -133,7 +133,7 @@ class Stored:
         for group in expert_groups(plan.layers):
             form, keys = _form(group), [layer.site.key for layer in group]
             if form not in by_form:
-                by_form[form] = self._try(group)
+                by_form[form] = self._try(group, needed)
             found = by_form[form]
             if isinstance(found, str):
                 strategies |= dict.fromkeys(keys, found)
@@ -158,7 +158,7 @@ class Stored:
                 if name is not None:
                     self.checked(name, floats=True)
 
-    def _try(self, group: list[LayerPlan]) -> str | UnsupportedModelError:
+    def _try(self, group: list[LayerPlan], lazy: bool) -> str | UnsupportedModelError:
         """How a layer, or all experts of a module, can be replaced, or why not; tried with random weights."""
         site = group[0].site
         names = {name for _, ref in refs_of(site) for name in (ref.weight, ref.bias) if name}
@@ -170,7 +170,7 @@ class Stored:
                 some = made if site.experts is None else made[:TRIED_EXPERTS]
                 some.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)
                 put(self.model, [name], made)
-            return tried_strategy(self.model, group)
+            return tried_strategy(self.model, group, lazy)
         except UnsupportedModelError as error:
             return error.with_traceback(None)  # a traceback would hold the weights
         finally:

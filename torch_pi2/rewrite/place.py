@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from torch_pi2.errors import StaleArtifactError, UnsupportedModelError
+from torch_pi2.formats import FLOAT
 from torch_pi2.layers.experts import SparseExperts, expert_groups
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.of_model import replacements
@@ -20,7 +21,7 @@ from torch_pi2.types.plan import LayerPlan, Plan
 #: Number of experts per module whose weights are read to try the strategy.
 TRIED_EXPERTS = 2
 #: Names of strategies in files.
-_IN_FILES = {"module": "owner", "sequential": "chain"}
+_IN_FILES = {"module": "owner", "sequential": "chain", "lazy": "lazy"}
 _OF_FILES = {name: strategy for strategy, name in _IN_FILES.items()}
 
 
@@ -63,18 +64,21 @@ def check_sizes(model: nn.Module, plan: Plan) -> None:
                 )
 
 
-def tried_strategy(model: nn.Module, group: Sequence[LayerPlan]) -> str:
+def tried_strategy(model: nn.Module, group: Sequence[LayerPlan], lazy: bool) -> str:
     """The strategy that works for a layer, or all experts of one module, by its name in files.
 
-    The layer's parameters must have values; of experts, those of the first ``TRIED_EXPERTS``.
+    The layer's parameters must have values; of experts, those of the first ``TRIED_EXPERTS``. ``lazy``: lazy tensors
+    are one, slower than the others.
 
     Raises:
         UnsupportedModelError: no strategy works.
     """
     site = group[0].site
+    ways = [*_IN_FILES] if lazy else [*_IN_FILES][:-1]
+    empty = SparseFFN.empty(site, group[0], FLOAT, dtype=model.get_parameter(site.up.weight).dtype) if lazy else None
     try:
         with torch.no_grad():
-            return _IN_FILES[find_strategy(model, group, None, _IN_FILES, tried=TRIED_EXPERTS)[0]]
+            return _IN_FILES[find_strategy(model, group, empty, ways, tried=TRIED_EXPERTS)[0]]
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
             f"weights of {site.key or 'the FFN'} ({site.owner_class}) in a folder",

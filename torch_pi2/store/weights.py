@@ -32,7 +32,7 @@ PAIRS_VERSION = "3"
 FORMAT = "torch_pi2.weights"
 #: How a layer's modules are replaced (:mod:`torch_pi2.rewrite.rewrite`).
 #: Lazy tensors, a third way, need weights in memory.
-STRATEGIES = ("owner", "chain")
+STRATEGIES = ("owner", "chain", "lazy")
 NO_FORMATS: Mapping[str, str] = {}
 NO_EMBEDDINGS: Mapping[str, int] = {}
 
