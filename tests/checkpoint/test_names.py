@@ -170,3 +170,25 @@ def test_weights_that_the_first_evaluation_divides(tmp_path: Path) -> None:
     assert torch.equal(logits(transformers.RwkvForCausalLM.from_pretrained(tmp_path / "saved").eval()), wanted)
     torch_pi2.quantize(tmp_path / "floats", tmp_path / "quantised", weights="int8")
     torch.testing.assert_close(logits(torch_pi2.load(tmp_path / "quantised")), wanted, rtol=0.1, atol=0.05)
+
+
+def test_what_lies_beside_or_in_the_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = llama(tmp_path, True, False, ["LlamaForCausalLM"])
+    tensors = load_file(tmp_path / "model.safetensors")
+    more = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8), "model.layers.7.mlp.other": torch.ones(2)}
+    save_file(tensors | more, tmp_path / "model.safetensors", {"format": "pt"})
+    same(model, tmp_path)
+    assert "model.layers.7.mlp.other left out, which LlamaForCausalLM has not" in caplog.text
+    (tmp_path / "adapter_config.json").write_text("{}")
+    for read in (torch_pi2.load_mapped, lambda folder: torch_pi2.pack(folder, tmp_path.with_name("out"))):
+        with pytest.raises(ArtifactError, match=r"found an adapter \(adapter_config\.json\).*merge_and_unload"):
+            read(tmp_path)
+    (tmp_path / "adapter_config.json").unlink()
+    config = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": {"bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match="expected floats, found what 'another method' has quantised"):
+        torch_pi2.load_mapped(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": None}))
+    (tmp_path / "model.safetensors").rename(tmp_path / "model.fp16.safetensors")
+    with pytest.raises(ArtifactError, match=r"found model\.fp16\.safetensors\. .*variant='fp16'"):
+        torch_pi2.load_mapped(tmp_path)

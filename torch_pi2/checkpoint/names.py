@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
+import re
 from bisect import bisect_right
 from collections.abc import Mapping
 from itertools import accumulate
@@ -14,6 +16,8 @@ from torch import nn
 from torch_pi2.base.tensorfile import Spec
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.store.source import Checkpoint
+
+_log = logging.getLogger("torch_pi2")
 
 #: Operations that put whole tensors one after the other, by class and axis.
 _IN_ORDER = ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)], [("Concatenate", 0)])
@@ -38,16 +42,20 @@ def follow(model: nn.Module, checkpoint: Checkpoint) -> None:
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     wanted, prefix = model.state_dict(), model.base_model_prefix
     gathered: dict[str, tuple[Any, dict[str, list[str]]]] = {}
+    ignored, unused = "|".join([r"rotary_emb\.inv_freq", *(model._keys_to_ignore_on_load_unexpected or ())]), []
     for own in sorted(checkpoint.matrices(), key=dot_natural_key):
         name, pattern = rename_source_key(own, renamings, converters, prefix, wanted)
         if name not in wanted and own in wanted:
             name, pattern = rename_source_key(own, [], [], prefix, wanted)
         if name not in wanted:
-            continue
-        if pattern is None:
+            unused += [] if re.search(ignored, name) else [own]
+        elif pattern is None:
             checkpoint.renamed.setdefault(name, own)
         else:
             gathered.setdefault(name, (by_pattern[pattern], {}))[1].setdefault(pattern, []).append(own)
+    if unused:
+        more = f" and {len(unused) - 1} more tensors" if len(unused) > 1 else ""
+        _log.warning("%s: %s%s left out, which %s has not", checkpoint.folder, unused[0], more, type(model).__name__)
     last: dict[str, torch.Tensor] = {}
     for first, (converter, parts) in gathered.items():
         if not any(checkpoint.is_packed(own) for names in parts.values() for own in names):

@@ -254,8 +254,9 @@ def kv_bytes(model_config: Any, context: int, dtype: torch.dtype) -> int:
         model_config = model_config.get_text_config()
     layers = model_config.num_hidden_layers
     heads = getattr(model_config, "num_key_value_heads", None) or getattr(model_config, "num_kv_heads", None)
-    heads = 1 if getattr(model_config, "multi_query", False) else heads or model_config.num_attention_heads
-    width = getattr(model_config, "head_dim", None) or model_config.hidden_size // model_config.num_attention_heads
+    of_queries = getattr(model_config, "num_attention_heads", 1)  # RWKV has none, and less than keys and values
+    heads = 1 if getattr(model_config, "multi_query", False) else heads or of_queries
+    width = getattr(model_config, "head_dim", None) or model_config.hidden_size // of_queries
     return int(2 * layers * heads * width * context * dtype.itemsize)
 
 
@@ -281,7 +282,7 @@ def activation_sizes(model_config: Any, dtype: torch.dtype) -> tuple[int, int]:
     if hasattr(model_config, "get_text_config"):
         model_config = model_config.get_text_config()
     hidden, size = model_config.hidden_size, dtype.itemsize
-    heads = model_config.num_attention_heads
+    heads = getattr(model_config, "num_attention_heads", 1)
     queries = heads * (getattr(model_config, "head_dim", None) or hidden // heads)
     keys = kv_bytes(model_config, 1, dtype) // (2 * model_config.num_hidden_layers)
     norm, attention = 8 * max(hidden, queries) + size * queries, 6 * size * queries + 4 * keys

@@ -36,7 +36,8 @@ from torch_pi2.decode.step_graph import Forward, GraphRunner, StepGraph, capture
 from torch_pi2.distributed.pipeline_parallel import without_logits
 from torch_pi2.errors import ConfigError, DeviceError, DtypeError, ShapeError, UnsupportedModelError
 from torch_pi2.layers.gpu import device_of
-from torch_pi2.layers.of_model import homes
+from torch_pi2.layers.lazy import LazyDown
+from torch_pi2.layers.of_model import homes, replacements
 from torch_pi2.layers.prompt import chunks_of_prompt, single_steps
 from torch_pi2.ops.constants import constants
 from torch_pi2.rewrite.state import ModelState, store_of
@@ -206,6 +207,7 @@ class Decoder:
                 fix="Make another Decoder after moving a model.",
             )
         self._divided = any(home.split is not None for home in homes(self.model))
+        self._lazy = any(isinstance(part, LazyDown) for _, part in replacements(self.model))
         if self.compiled and self._divided:
             raise ConfigError(
                 f"Decoder of {type(self.model).__name__}, compiled",
@@ -721,8 +723,10 @@ class Decoder:
         return self._guards.renew(self.model)
 
     def may_record(self) -> bool:
-        """Whether replayed calls do all that a step does: no hooks see it, and no layer is divided with a GPU."""
-        return not (self._divided or self.recorded is False or self.is_hooked())
+        """Whether replayed calls do all that a step does: no hooks see it, and no layer is divided with a GPU or behind
+        lazy tensors.
+        """
+        return not (self._divided or self._lazy or self.recorded is False or self.is_hooked())
 
     def _runner(self, ids_BT: torch.Tensor, of_each: bool) -> GraphRunner:
         key = self.batch, ids_BT.shape[1], of_each

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from torch_pi2.layers.sequence import FusedIdentity
 from torch_pi2.rewrite.install import install
 from torch_pi2.rewrite.skeleton import put
 from torch_pi2.rewrite.strategies import find_strategy
+from torch_pi2.types.method import Method
 from torch_pi2.types.plan import LayerPlan, Plan
 
 #: Number of experts per module whose weights are read to try the strategy.
@@ -75,7 +77,8 @@ def tried_strategy(model: nn.Module, group: Sequence[LayerPlan], lazy: bool) -> 
     """
     site = group[0].site
     ways = [*_IN_FILES] if lazy else [*_IN_FILES][:-1]
-    empty = SparseFFN.empty(site, group[0], FLOAT, dtype=model.get_parameter(site.up.weight).dtype) if lazy else None
+    plan = replace(group[0], method=Method.EXACT, n_hot=0)  # which has no predictor
+    empty = SparseFFN.empty(site, plan, FLOAT, dtype=model.get_parameter(site.up.weight).dtype) if lazy else None
     try:
         with torch.no_grad():
             return _IN_FILES[find_strategy(model, group, empty, ways, tried=TRIED_EXPERTS)[0]]

@@ -23,6 +23,8 @@ from torch_pi2.types.stats import STATS_FILE
 from torch_pi2.types.verdict import VERDICT_FILE
 
 PI2_FOLDER = "pi2"
+#: PEFT's settings, beside the weights or alone.
+_ADAPTER = "adapter_config.json"
 #: Folder name of one machine's shard: rank and number of ranks.
 SHARD_NAME = re.compile(r"rank-(\d+)-of-(\d+)")
 #: ``quant_method`` in config.json of folders whose weights are in ``pi2/``, by which transformers selects the loader.
@@ -113,7 +115,7 @@ def declare(folder: Path) -> None:
 def quantised_by(config: Mapping[str, Any]) -> str:
     """The foreign quantisation method named in ``config``, or an empty string."""
     settings = config.get("quantization_config")
-    method = settings.get("quant_method") if isinstance(settings, dict) else settings
+    method = settings.get("quant_method", "another method") if isinstance(settings, dict) and settings else settings
     return str(method) if method and method != HF_METHOD else ""
 
 

@@ -100,12 +100,13 @@ class Checkpoint:
         if os.path.lexists(self.folder / _ONE):
             return [_ONE]
         if not os.path.lexists(index):
-            others = sorted(p.name for p in self.folder.glob("*.bin")) if self.folder.is_dir() else []
+            others = sorted(p.name for p in self.folder.glob("*") if p.suffix in (".bin", ".safetensors", ".pth"))
             raise ArtifactError(
                 str(self.folder),
                 expected=f"{_ONE} or {_INDEX}",
                 found=", ".join(others[:3]) or "neither",
-                fix="Save the model with save_pretrained, which writes safetensors.",
+                fix="Load the model with transformers (variant='fp16' reads model.fp16.safetensors) and save it with "
+                "save_pretrained.",
             )
         expected, fix = "an index of shards", "Copy it again."
         shards = Field(parse(read_bytes(index, expected, fix), index, expected=expected, fix=fix), str(index), fix)

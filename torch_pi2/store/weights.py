@@ -31,7 +31,6 @@ MIXED_VERSION = "2"
 PAIRS_VERSION = "3"
 FORMAT = "torch_pi2.weights"
 #: How a layer's modules are replaced (:mod:`torch_pi2.rewrite.rewrite`).
-#: Lazy tensors, a third way, need weights in memory.
 STRATEGIES = ("owner", "chain", "lazy")
 NO_FORMATS: Mapping[str, str] = {}
 NO_EMBEDDINGS: Mapping[str, int] = {}
