@@ -136,10 +136,11 @@ def _as_it_was_read(model: Any) -> dict[str, torch.Tensor] | None:
 
 def _divide_weights(model: nn.Module) -> None:
     """What RWKV-4 does with weights that were just read when it is first evaluated."""
-    for part in model.eval().modules():
+    parts: Any = model.eval().modules()
+    for part in parts:
         if hasattr(part, "layers_are_rescaled"):
             part.layers_are_rescaled = False
-            part._rescale_layers()  # type: ignore[operator]
+            part._rescale_layers()
 
 
 def save_parts(parts: SparseState, pi2: Path) -> None:

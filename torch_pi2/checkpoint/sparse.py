@@ -255,7 +255,7 @@ def load_sparse(
     with open_weights(folder / PI2_FOLDER) as weights:
         weights.check_activations(int8_activations)
         weights.check_plan(plan)
-        model: Any = skeleton(
+        model = skeleton(
             folder,
             dtype=settings.dtype,
             stored=weights.float_dtype,
@@ -268,8 +268,9 @@ def load_sparse(
             remove_other_blocks(model, here)
         check_sizes(model, Plan([y for y in plan.layers if here is None or here.has(y.site.key)], plan.model_hash))
         weights.check_linears(model)
-        if getattr(model.config, "rescale_every", 0):
-            model.config.rescale_every = 0  # RWKV-4 would divide weights in place
+        hf: Any = model.config
+        if getattr(hf, "rescale_every", 0):
+            hf.rescale_every = 0  # RWKV-4 would divide weights in place
         kind = next(model.parameters()).dtype
         check_computed(f"dtype of {folder}", kind)
         groups = places(model)

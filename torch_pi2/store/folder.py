@@ -150,8 +150,17 @@ def check_folder(folder: Path) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a checkpoint. Raises ArtifactError: it is missing or damaged, or a generation_config.json is."""
+    """config.json of a checkpoint. Raises ArtifactError: it is missing or damaged, or a generation_config.json is; or an
+    adapter is in the folder, which ``from_pretrained`` would add to the weights.
+    """
     check_folder(folder)
+    if (folder / _ADAPTER).is_file():
+        raise ArtifactError(
+            str(folder),
+            expected="a model whose weights are all in it",
+            found=f"an adapter ({_ADAPTER})",
+            fix="Load it with peft, merge_and_unload() and save_pretrained; or remove the adapter's files to leave it out.",
+        )
     if os.path.lexists(path := folder / "generation_config.json"):  # transformers goes on without a damaged one
         _read_object(path, "settings of generation", "Copy it again from the checkpoint, or delete it.")
     return _read_object(folder / "config.json", "a model's configuration", "Check the folder's name.")
