@@ -150,7 +150,7 @@ def check_folder(folder: Path) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a checkpoint. Raises ArtifactError: it is missing or damaged, or a generation_config.json is; or an
+    """config.json of a checkpoint. Raises ArtifactError: it or a generation_config.json is missing or damaged, or an
     adapter is in the folder, which ``from_pretrained`` would add to the weights.
     """
     check_folder(folder)
@@ -159,7 +159,7 @@ def read_config(folder: Path) -> dict[str, Any]:
             str(folder),
             expected="a model whose weights are all in it",
             found=f"an adapter ({_ADAPTER})",
-            fix="Load it with peft, merge_and_unload() and save_pretrained; or remove the adapter's files to leave it out.",
+            fix="Load it with peft, merge_and_unload() and save_pretrained; or remove the adapter to do without.",
         )
     if os.path.lexists(path := folder / "generation_config.json"):  # transformers goes on without a damaged one
         _read_object(path, "settings of generation", "Copy it again from the checkpoint, or delete it.")
