@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import tiny_experts
 import torch
 import torch.nn.functional as F
 from rewriting import close
@@ -16,6 +17,8 @@ from torch import nn
 
 import torch_pi2
 from torch_pi2.errors import ConfigError
+from torch_pi2.graph.experts import experts_form
+from torch_pi2.types.site import ExpertsForm
 
 EXAMPLE = [(torch.randn(4, 16, HIDDEN, generator=torch.Generator().manual_seed(1)),)]
 
@@ -228,3 +231,26 @@ def test_what_a_replaced_forward_looks_up_may_not_change(name: str, monkeypatch:
     with pytest.raises(ConfigError, match=r"which the code of 1 looks up|expected a parameter with its values"):
         model(x)
     monkeypatch.undo()
+
+
+EXPERTS: dict[str, Callable[[Any, Any], Any]] = {
+    "later tokens": lambda y, x: y * (torch.arange(len(x)) < 30)[:, None],
+    "zero tokens": lambda y, x: y + (x.abs().sum(-1, keepdim=True) == 0),
+    "length in Python": lambda y, x: y * 2 if len(x) > 300 else y,
+    "one token": lambda y, x: y * 2 if len(x) == 1 else y,
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_what_experts_do_besides_is_seen(name: str) -> None:
+    model = tiny_experts.build("Mixtral", num_hidden_layers=1)
+    experts = model.model.layers[0].mlp.experts
+    kind = type(experts)
+
+    class More(kind):  # type: ignore[misc, valid-type]
+        def forward(self, hidden_states, top_k_index, top_k_weights):
+            return EXPERTS[name](kind.forward(self, hidden_states, top_k_index, top_k_weights), hidden_states)
+
+    assert isinstance(experts_form(experts), ExpertsForm)
+    experts.__class__ = More
+    assert "a forward that computes something else as well" in str(experts_form(experts))

@@ -33,6 +33,8 @@ ARGUMENTS = (("hidden_states",), ("top_k_index", "router_indices"), ("top_k_weig
 _ABOUT_EXPERTS = re.compile("expert|moe|top_k|router|routing", re.IGNORECASE)
 #: Tokens to probe with, and experts per token.
 _PROBE_TOKENS, _PROBE_CHOICES = 24, 2
+#: Further numbers of tokens with which the code of experts is tried.
+_LENGTHS = (1, 2, 17, 257, 5040)
 #: Sizes with which the code of experts is tried, and how many experts.
 _SMALL_H, _SMALL_I, _SMALL_EXPERTS = 16, 24, 4
 
@@ -165,9 +167,9 @@ def _more_than(module: nn.Module, form: ExpertsForm) -> str:
     sites = expert_sites("", small_form, "")
     tried = sites[:_SMALL_EXPERTS]
     with fresh_settings(), torch.no_grad(), torch.random.fork_rng(devices=[]):
-        (x_TH, *routing), wanted_TH = probe_experts(small, tried)
         coverage = BranchCoverage()
-        for training in (False, True):
+        for training, tokens in ((False, _PROBE_TOKENS), (True, _PROBE_TOKENS), *((False, n) for n in _LENGTHS)):
+            (x_TH, *routing), wanted_TH = probe_experts(small, tried, tokens)
             small.training = training
             try:
                 with coverage:
@@ -254,7 +256,7 @@ def _pass_on(hidden_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.
 ExpertsProbe = tuple[tuple[torch.Tensor, ...], torch.Tensor]
 
 
-def probe_experts(model: Any, sites: Sequence[FFNSite]) -> ExpertsProbe:
+def probe_experts(model: Any, sites: Sequence[FFNSite], tokens: int | None = None) -> ExpertsProbe:
     """Random tokens and routing weights for the experts of one module, and the result according to ``sites``.
 
     If the module takes rows sorted by expert, rows of experts without a site are zeros, and not in the result.
@@ -262,13 +264,15 @@ def probe_experts(model: Any, sites: Sequence[FFNSite]) -> ExpertsProbe:
     first = sites[0]
     module = model.get_submodule(str(first.experts))
     if _arguments(module) == ("hidden_states",):
-        return _probe_sorted(model, sites, module.get_parameter(first.up.weight.rpartition(".")[2]).shape[0])
+        experts = module.get_parameter(first.up.weight.rpartition(".")[2]).shape[0]
+        return _probe_sorted(model, sites, experts, 5 if tokens is None else tokens)
     count, dtype = len(sites), first.weights(model).up.dtype
     choices = min(_PROBE_CHOICES, count)
     generator = torch.Generator().manual_seed(first.layer)
-    tokens = max(_PROBE_TOKENS, -(-count // choices))
+    tokens = tokens or max(_PROBE_TOKENS, -(-count // choices))
     x_TH = (torch.randn((tokens, first.hidden), generator=generator) * token_magnitudes(dtype, (tokens,))).to(dtype)
-    # every expert is used, and no token uses one twice
+    x_TH[2:3] = 0.0  # as padding may be
+    # every expert is used by enough tokens, and no token uses one twice
     mixed = torch.randperm(count, generator=generator)
     index_TK = mixed[torch.arange(tokens * choices).reshape(tokens, choices) % count]
     routing_TK = (torch.rand((tokens, choices), generator=generator) + 0.1).to(dtype)
@@ -281,14 +285,15 @@ def probe_experts(model: Any, sites: Sequence[FFNSite]) -> ExpertsProbe:
     return (x_TH, index_TK, routing_TK), y_TH.to(dtype)
 
 
-def _probe_sorted(model: Any, sites: Sequence[FFNSite], experts: int) -> ExpertsProbe:
-    first, rows = sites[0], 5
+def _probe_sorted(model: Any, sites: Sequence[FFNSite], experts: int, rows: int) -> ExpertsProbe:
+    first = sites[0]
     dtype = first.weights(model).up.dtype
     x_ERH = torch.zeros((experts, rows, first.hidden), dtype=dtype)
     wanted = []
     for expert, site in enumerate(sites):
         generator = torch.Generator().manual_seed(site.layer)
         x_RH = torch.randn((rows, first.hidden), generator=generator) * token_magnitudes(dtype, (rows,))
+        x_RH[2:3] = 0.0
         x_ERH[expert] = x_RH.to(dtype)
         wanted.append(dense_reference(site, site.weights(model), x_ERH[expert]))
     return (x_ERH.flatten(0, 1),), torch.cat(wanted)
