@@ -36,7 +36,7 @@ def define() -> torch.library.Library:
     load()
     library = torch.library.Library("pi2", "FRAGMENT")
     for function, arguments, fake in (
-        (cached_attention, _ARGUMENTS, _fake),
+        (cached_attention, _ARGUMENTS, lambda query, *_: query.new_empty(query.transpose(1, 2).shape)),
         (write_cache, _WRITE_ARGUMENTS, lambda key, *_: key.new_empty(len(key), dtype=torch.int64)),
     ):
         name = function.__name__
@@ -125,11 +125,6 @@ def unpacked(rows: torch.Tensor) -> torch.Tensor:
         return rows.float()
     scale = rows[..., -SCALE_BYTES:].contiguous().view(torch.float32)
     return rows[..., :-SCALE_BYTES].contiguous().view(torch.int8) * scale
-
-
-def _fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
-    batch, heads, tokens, width = query.shape
-    return query.new_empty((batch, tokens, heads, width))
 
 
 def _out_of(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -20,7 +20,7 @@ from executorch.exir.backend.partitioner import DelegationSpec, Partitioner, Par
 from executorch.exir.dialects.edge._ops import EdgeOpOverload
 from torch import nn
 
-from torch_pi2.base.fields import argument
+from torch_pi2.base.fields import Field, argument
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.export.delegated import ROLES, exported_layers
 from torch_pi2.export.program import named_failures, quiet
@@ -184,11 +184,9 @@ class Pi2Partitioner(BlobPartitioner):
     def __init__(self, model: nn.Module, store: str | Path, rest: Partitioner | None = None) -> None:
         layers = exported_layers(model)
         if not layers:
-            raise UnsupportedModelError(
-                "Pi2Partitioner",
-                expected="a model with neurons",
-                found=f"a {type(model).__name__} without any",
-                fix="Import it with neurons='all', or lower it without this partitioner.",
+            fix = "Import it with neurons='all', or lower it without this partitioner."
+            Field(model, "Pi2Partitioner", fix, UnsupportedModelError).wrong(
+                "a model with neurons", f"a {type(model).__name__} without any"
             )
         names = {id(module): name for name, module in model.named_modules() if isinstance(module, SparseLayer)}
         facts = write_store(Path(store), layers, get_state(model).plan)
@@ -238,11 +236,9 @@ class Pi2Partitioner(BlobPartitioner):
                 "a program with feed-forward layers of its model, from torch_pi2.export_program", "one without"
             )
         if len({*found}) < len(found):
-            raise UnsupportedModelError(
-                "Pi2Partitioner",
-                expected="layers that are called once",
-                found=f"layer {next(i for i in found if found.count(i) > 1)} called twice",
-                fix="Leave the partitioner out: feed-forward layers are then lowered with weights in the .pte.",
+            fix = "Leave the partitioner out: feed-forward layers are then lowered with weights in the .pte."
+            Field(program, "Pi2Partitioner", fix, UnsupportedModelError).wrong(
+                "layers that are called once", f"layer {next(i for i in found if found.count(i) > 1)} called twice"
             )
 
 

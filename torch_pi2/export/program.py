@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.base.fields import checked
+from torch_pi2.base.fields import Field, checked
 from torch_pi2.base.progress import bar
 from torch_pi2.errors import Pi2Error, UnsupportedModelError
 from torch_pi2.layers.ffn import SparseFFN
@@ -105,11 +105,9 @@ def export_program(
     """
     layers = homes(model)
     if not layers:
-        raise UnsupportedModelError(
-            type(model).__name__,
-            expected="a model that torch_pi2.optimize has rewritten",
-            found="a dense model",
-            fix="Call torch_pi2.optimize(model, ...) first, or torch.export.export for the dense model.",
+        fix = "Call torch_pi2.optimize(model, ...) first, or torch.export.export for the dense model."
+        Field(model, type(model).__name__, fix, UnsupportedModelError).wrong(
+            "a model that torch_pi2.optimize has rewritten", "a dense model"
         )
     model.eval()
     what = f"torch.export of {type(model).__name__}"
@@ -120,11 +118,8 @@ def export_program(
     operators = ("pi2.sparse_ffn", "pi2.experts_ffn")
     count = sum(str(node.target).startswith(operators) for node in exported.graph.nodes)
     if count < len(layers):  # more: a layer is called twice
-        raise UnsupportedModelError(
-            what,
-            expected=f"all {len(layers)} sparse FFNs as operators of the program",
-            found=f"only {count}",
-            fix="Export inputs that call all of them.",
+        Field(model, what, "Export inputs that call all of them.", UnsupportedModelError).wrong(
+            f"all {len(layers)} sparse FFNs as operators of the program", f"only {count}"
         )
     return exported
 

@@ -13,7 +13,7 @@ from typing import Any, Unpack
 
 import torch
 
-from torch_pi2.base.fields import argument, checked
+from torch_pi2.base.fields import Field, argument, checked
 from torch_pi2.base.files import check_not_standard_output
 from torch_pi2.base.units import parse_bytes
 from torch_pi2.decode.sequence import GeneratedSequence, TextStream, decode_loop
@@ -330,12 +330,10 @@ class Bundle:
         ids = encode(prompt, lambda: self.tokenizer, self.manifest.model.vocab or 0)
         room: int = self.manifest.max_tokens - len(ids)
         if room < answer:
-            raise ShapeError(
-                "prompt",
-                expected=f"at most {self.manifest.max_tokens - answer} tokens: the bundle has room for "
+            Field(ids, "prompt", "Shorten it, or export with a larger max_tokens.", ShapeError).wrong(
+                f"at most {self.manifest.max_tokens - answer} tokens: the bundle has room for "
                 f"{self.manifest.max_tokens}, answer included",
-                found=str(len(ids)),
-                fix="Shorten it, or export with a larger max_tokens.",
+                str(len(ids)),
             )
         return ids, room
 
@@ -407,14 +405,10 @@ class _Answering(GeneratedSequence):
 
 def _finite(logits: torch.Tensor) -> torch.Tensor:
     """``logits``. Raises NonFiniteError."""
-    if torch.isfinite(logits).all():
-        return logits
-    raise NonFiniteError(
-        "logits",
-        expected="finite numbers",
-        found="NaN or infinity",
-        fix="Check the model in PyTorch, then export again.",
-    )
+    if not torch.isfinite(logits).all():
+        fix = "Check the model in PyTorch, then export again."
+        Field(logits, "logits", fix, NonFiniteError).wrong("finite numbers", "NaN or infinity")
+    return logits
 
 
 def _cache_kib(manifest: Manifest, folder: Path, budget: int) -> int:
@@ -461,11 +455,8 @@ class Program:
         backend.load_library()
         made_by = manifest.made_by.get("executorch", "").partition("+")[0]
         if made_by not in ("", backend.EXECUTORCH):
-            raise VersionError(
-                f"program of {folder}",
-                expected=f"one of ExecuTorch {backend.EXECUTORCH}, which is installed",
-                found=made_by,
-                fix="Export again.",
+            Field(made_by, f"program of {folder}", "Export again.", VersionError).wrong(
+                f"one of ExecuTorch {backend.EXECUTORCH}, which is installed", made_by
             )
         if manifest.target.startswith("qnn:"):
             from torch_pi2.export.qnn import sdk

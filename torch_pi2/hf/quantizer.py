@@ -103,12 +103,8 @@ class Pi2Quantizer(HfQuantizer):
     def update_device_map(self, device_map: Any) -> None:
         for place in device_map.values() if isinstance(device_map, Mapping) else [device_map]:
             if place is not None and place not in _ANY_DEVICE and not str(place).startswith("cpu"):
-                raise DeviceError(
-                    "from_pretrained(device_map=...)",
-                    expected="cpu or auto",
-                    found=str(place),
-                    fix="Leave it out; Pi2QuantizationConfig(gpu_memory=...) puts neurons on a GPU.",
-                )
+                fix = "Leave it out; Pi2QuantizationConfig(gpu_memory=...) puts neurons on a GPU."
+                Field(place, "from_pretrained(device_map=...)", fix, DeviceError).wrong("cpu or auto", str(place))
 
     def update_attn_implementation(self, config: Any) -> Any:
         """The first hook that gets ``config``, before files are searched: set the file to read."""
@@ -129,11 +125,9 @@ class Pi2Quantizer(HfQuantizer):
         wanted = (getattr(model.config, "architectures", None) or [type(model).__name__])[0]
         if type(model).__name__ != wanted:
             # not a ValueError: a pipeline would catch it, try the folder's class, and take logits for features
-            raise UnsupportedModelError(
-                f"opening {self._folder}",
-                expected=f"a {wanted}, which its plan was made for",
-                found=f"a {type(model).__name__}",
-                fix="Use AutoModelForCausalLM; its model.model is the model without the last layer.",
+            fix = "Use AutoModelForCausalLM; its model.model is the model without the last layer."
+            Field(model, f"opening {self._folder}", fix, UnsupportedModelError).wrong(
+                f"a {wanted}, which its plan was made for", f"a {type(model).__name__}"
             )
         if not Path(model.name_or_path).is_dir():
             _fetch(model.name_or_path, self._folder)

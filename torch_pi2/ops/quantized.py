@@ -7,6 +7,7 @@ import math
 import torch
 
 from torch_pi2.base.dtypes import DTYPES, check_finite, check_on_cpu, dtype_name
+from torch_pi2.base.fields import Field
 from torch_pi2.errors import DtypeError, NonFiniteError, ShapeError, check_choice
 from torch_pi2.formats import FORMATS, GGML, QUANTIZED
 from torch_pi2.ops import load
@@ -37,16 +38,10 @@ def check_quantizable(what: str, w: torch.Tensor, weights: str) -> None:
     check_kind(weights)
     check_on_cpu(f"device of {what}", w.device)
     if w.dtype not in DTYPES.values():
-        raise DtypeError(
-            f"dtype of {what}",
-            expected="float32, bfloat16 or float16",
-            found=dtype_name(w.dtype),
-            fix="Convert the model with model.to(torch.bfloat16) (or float32) first.",
-        )
+        fix = "Convert the model with model.to(torch.bfloat16) (or float32) first."
+        Field(w, f"dtype of {what}", fix, DtypeError).wrong("float32, bfloat16 or float16", dtype_name(w.dtype))
     if w.dim() != 2 or not w.shape[1]:
-        raise ShapeError(
-            what, expected="[rows, columns]", found=str(tuple(w.shape)), fix="Pass the weight of a linear layer."
-        )
+        Field(w, what, "Pass the weight of a linear layer.", ShapeError).wrong("[rows, columns]", str(tuple(w.shape)))
     most = _LARGEST_SCALE * max(-FORMATS[weights].least, FORMATS[weights].most)
     check_finite(what, w, most, f"for {weights} with float16 scales")
 
@@ -54,18 +49,12 @@ def check_quantizable(what: str, w: torch.Tensor, weights: str) -> None:
 def check_importance(what: str, importance: torch.Tensor, columns: int) -> None:
     """Raises ShapeError or NonFiniteError unless ``importance`` is ``[columns]`` finite numbers of at least 0."""
     if tuple(importance.shape) != (columns,):
-        raise ShapeError(
-            f"importance for {what}",
-            expected=f"[{columns}], one number per column",
-            found=str(tuple(importance.shape)),
-            fix="It was measured on another layer.",
+        Field(importance, f"importance for {what}", "It was measured on another layer.", ShapeError).wrong(
+            f"[{columns}], one number per column", str(tuple(importance.shape))
         )
     if not bool(((importance >= 0) & importance.isfinite()).all()):
-        raise NonFiniteError(
-            f"importance for {what}",
-            expected="finite numbers of at least 0",
-            found="negative, NaN or infinite ones",
-            fix="Measure it on inputs without NaN.",
+        Field(importance, f"importance for {what}", "Measure it on inputs without NaN.", NonFiniteError).wrong(
+            "finite numbers of at least 0", "negative, NaN or infinite ones"
         )
 
 

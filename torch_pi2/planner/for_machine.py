@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from torch import nn
 
-from torch_pi2.base.fields import checked
+from torch_pi2.base.fields import Field, checked
 from torch_pi2.base.modules import fresh_settings
 from torch_pi2.base.progress import bar
 from torch_pi2.base.units import parse_bytes
@@ -87,11 +87,9 @@ def plan_for(
     state = get_state(model)
     known = stats or state.stats or stored_stats(model)
     if known is None:
-        raise CalibrationError(
-            f"planning a {type(model).__name__}",
-            expected="statistics: how often neurons fire decides which are hot",
-            found="none",
-            fix="Pass stats=: of torch_pi2.profile or torch_pi2.watch.",
+        fix = "Pass stats=: of torch_pi2.profile or torch_pi2.watch."
+        Field(stats, f"planning a {type(model).__name__}", fix, CalibrationError).wrong(
+            "statistics: how often neurons fire decides which are hot", "none"
         )
     base = without_hot(state.plan)
     shape = ModelShape.of(model, known, base)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from torch_pi2.base.fields import argument
+from torch_pi2.base.fields import Field, argument
 from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.formats import has_two_formats
 from torch_pi2.planner.cost import step_ms, without_gpu
@@ -172,11 +172,9 @@ def check(request: Request) -> None:
         )
     two = next((layer for layer in request.shape.layers if has_two_formats(layer.weights)), None)
     if request.accelerator_bytes and two is not None:
-        raise UnsupportedModelError(
-            f"accelerator memory for {two.key}",
-            expected="neurons of one format",
-            found=two.weights,
-            fix="Leave it out, or import the model's file with neurons='int8'.",
+        fix = "Leave it out, or import the model's file with neurons='int8'."
+        Field(two, f"accelerator memory for {two.key}", fix, UnsupportedModelError).wrong(
+            "neurons of one format", two.weights
         )
     _check_memory(request)
 

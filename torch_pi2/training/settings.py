@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypedDict
 
-from torch_pi2.base.fields import argument, check_fields, from_json, limited, to_json
+from torch_pi2.base.fields import Field, argument, check_fields, from_json, limited, to_json
 from torch_pi2.base.files import atomic_write, json_text, read_json, writing
 from torch_pi2.errors import StaleArtifactError
 from torch_pi2.training.zeros import Measured
@@ -114,9 +114,7 @@ class ResumeInfo:
         other = [name for name, now in (("model", model), ("text", text)) if getattr(self, name) != now]
         other += [f"{name} ({ours[name]}, now {now})" for name, now in theirs.items() if ours[name] != now]
         if other:
-            raise StaleArtifactError(
-                f"training begun in {folder}",
-                expected="the same model, text and settings as before",
-                found=f"another {', another '.join(other)}",
-                fix="Use the command that it was started with, or remove that folder.",
+            fix = "Use the command that it was started with, or remove that folder."
+            Field(settings, f"training begun in {folder}", fix, StaleArtifactError).wrong(
+                "the same model, text and settings as before", f"another {', another '.join(other)}"
             )

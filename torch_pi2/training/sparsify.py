@@ -221,19 +221,13 @@ def _check_model(dense: Any) -> None:
     from transformers import PreTrainedModel
 
     if not isinstance(dense, PreTrainedModel) or not hasattr(dense.config, "vocab_size"):
-        raise UnsupportedModelError(
-            "sparsify(model)",
-            expected="a causal language model of transformers, or its folder",
-            found=f"a {type(dense).__name__}",
-            fix="Pass AutoModelForCausalLM.from_pretrained(...).",
+        Field(dense, "sparsify(model)", "Pass AutoModelForCausalLM.from_pretrained(...).", UnsupportedModelError).wrong(
+            "a causal language model of transformers, or its folder", f"a {type(dense).__name__}"
         )
     if getattr(dense, "quantization_method", None) is not None or not next(dense.parameters()).is_floating_point():
-        raise UnsupportedModelError(
-            "sparsify(model)",
-            expected="float weights, which can be trained",
-            found="quantised ones",
-            fix="Train the float checkpoint, and quantise the result.",
-        )
+        Field(
+            dense, "sparsify(model)", "Train the float checkpoint, and quantise the result.", UnsupportedModelError
+        ).wrong("float weights, which can be trained", "quantised ones")
 
 
 def _windows(
@@ -282,11 +276,8 @@ def held_back(windows_NT: torch.Tensor, batch: int) -> tuple[torch.Tensor, torch
 
 def _check_enough(windows: int, batch: int, window: int, what: str = "text to train on") -> None:
     if windows < batch:
-        raise CalibrationError(
-            what,
-            expected=f"at least {batch} windows of {window} tokens",
-            found=f"{max(0, windows)}",
-            fix="Pass more text, or a smaller batch or window.",
+        Field(windows, what, "Pass more text, or a smaller batch or window.", CalibrationError).wrong(
+            f"at least {batch} windows of {window} tokens", f"{max(0, windows)}"
         )
 
 

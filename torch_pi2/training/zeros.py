@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from torch_pi2.base.fields import Field
 from torch_pi2.base.modules import evaluating
 from torch_pi2.errors import NonFiniteError, UnsupportedModelError
 from torch_pi2.types.site import FFNSite
@@ -121,11 +122,7 @@ def measure(
             sums += torch.cat([torch.stack([nats, penalty * rows, torch.full_like(nats, rows)]), shares_L * rows])
     nats, penalty, rows, *shares = reduce(sums).tolist()
     if not math.isfinite(nats):
-        raise NonFiniteError(
-            "loss on held-out text",
-            expected="a finite number",
-            found=str(nats),
-            fix="Use a smaller learning rate; check the checkpoint.",
-        )
+        fix = "Use a smaller learning rate; check the checkpoint."
+        Field(nats, "loss on held-out text", fix, NonFiniteError).wrong("a finite number", str(nats))
     tokens = rows * (windows_NT.shape[1] - 1)
     return Measured(nats / tokens, penalty / rows, {s.key: z / rows for s, z in zip(zeros.sites, shares)})

@@ -226,11 +226,9 @@ def check_weights(site: FFNSite, weights: FFNWeights) -> None:
         check_on_cpu(f"device of {site.key} {name}", tensor.device)
     dtypes = {dtype_name(v.dtype) for v in named.values()}
     if len(dtypes) != 1 or not dtypes <= {*FLOATS}:
-        raise DtypeError(
-            f"dtypes of {site.key}",
-            expected=f"one of {', '.join(FLOATS)} for all its weights and biases",
-            found=", ".join(sorted(dtypes)),
-            fix="Convert the model with model.to(torch.bfloat16) (or float32) first.",
+        fix = "Convert the model with model.to(torch.bfloat16) (or float32) first."
+        Field(dtypes, f"dtypes of {site.key}", fix, DtypeError).wrong(
+            f"one of {', '.join(FLOATS)} for all its weights and biases", ", ".join(sorted(dtypes))
         )
     for name, tensor in named.items():
         check_finite(f"{site.key} {name}", tensor)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch_pi2.base.fields import from_json, limited, to_json
+from torch_pi2.base.fields import Field, from_json, limited, to_json
 from torch_pi2.base.files import atomic_write, json_text, read_json
 from torch_pi2.base.units import size
 from torch_pi2.errors import StaleArtifactError
@@ -92,11 +92,8 @@ class Verdict:
         fields = {name: value for name, value in data.items() if name not in ("format", "version")}
         found = from_json(cls, fields, str(path), _FIX)
         if model_hash is not None and found.model_hash != model_hash:
-            raise StaleArtifactError(
-                str(path),
-                expected=f"a verdict on FFN weights {model_hash[:12]}",
-                found=found.model_hash[:12],
-                fix="Remove it: it is of another model.",
+            Field(found, str(path), "Remove it: it is of another model.", StaleArtifactError).wrong(
+                f"a verdict on FFN weights {model_hash[:12]}", found.model_hash[:12]
             )
         return found
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from torch_pi2.base.fields import Field
 from torch_pi2.base.files import atomic_write
 from torch_pi2.errors import CompileError, Pi2Error, VersionError
 from torch_pi2.export.executorch import EXECUTORCH
@@ -130,12 +131,8 @@ def _compile(
         raise CompileError(graphs_of, expected=expected, found=_reason(error, log), fix=fix) from error
     contexts = {context for context, _ in delegates.values()}
     if len(contexts) != 1:
-        raise CompileError(
-            what,
-            expected="one context for all graphs",
-            found=f"{len(contexts)}",
-            fix="Report it: this is a mistake of torch_pi2.",
-        )
+        fix = "Report it: this is a mistake of torch_pi2."
+        Field(contexts, what, fix, CompileError).wrong("one context for all graphs", f"{len(contexts)}")
     traffic = _TRAFFIC.findall(log.read())
     names = ("spill_bytes", "fill_bytes", "write_bytes", "read_bytes")
     graphs = {graph: dict[str, Any](order) for graph, (_, order) in delegates.items()}
