@@ -17,8 +17,8 @@ from shared import small_store
 from torch import nn
 
 import torch_pi2
-from torch_pi2.base.files import atomic_folder_files
-from torch_pi2.base.tensorfile import read_tensors
+from torch_pi2.base.files import atomic_write
+from torch_pi2.base.tensorfile import packed, read_tensors
 from torch_pi2.cli import main
 from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error
 from torch_pi2.observe.accesses import Accesses
@@ -223,7 +223,7 @@ def test_damage(folder: Path, tmp_path: Path, damage: Callable[..., Any], messag
     if not path.exists():
         recorded(folder, path)
     tensors, metadata = damage(*read_tensors(path))
-    atomic_folder_files(tmp_path, {"a": (tensors, metadata)})
+    atomic_write(tmp_path / "a", packed(tensors, metadata))
     with pytest.raises(ArtifactError) as caught:
         Accesses.load(tmp_path / "a")
     assert message in str(caught.value)
