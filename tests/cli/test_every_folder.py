@@ -134,6 +134,17 @@ def test_a_checkpoint_that_lacks_a_tensor(command: Command, kinds: dict[str, Pat
         assert "found no model.layers.1.mlp.up_proj.weight" in ran.err
 
 
+def test_an_adapter(command: Command, kinds: dict[str, Path], tmp_path: Path) -> None:
+    """A folder of PEFT has no config.json: it names the checkpoint."""
+    peft = pytest.importorskip("peft")
+    dense = LlamaForCausalLM.from_pretrained(kinds["checkpoint"])
+    config = peft.LoraConfig(r=4, target_modules=["down_proj"], init_lora_weights=False)
+    peft.get_peft_model(dense, config).save_pretrained(tmp_path)
+    for file in kinds["checkpoint"].glob("tok*"):
+        shutil.copy(file, tmp_path)
+    assert command("generate", tmp_path, "--prompt", "x", "--max-new-tokens", 2).out.startswith("x")
+
+
 @pytest.mark.parametrize("verb", ["generate", "chat"])
 def test_sampling_is_checked_before_anything_is_loaded(command: Command, verb: str) -> None:
     prompt = ["--prompt", "x"] if verb == "generate" else []

@@ -110,10 +110,11 @@ def load_dense(args: argparse.Namespace) -> nn.Module:
         from torch_pi2.rewrite.skeleton import named_class
         from torch_pi2.store.folder import read_config
 
-        if Path(args.model).is_dir():
-            read_config(Path(args.model))  # with clearer errors than transformers'
-        of = _of_transformers(args)
-        made_by = named_class(AutoConfig.from_pretrained(args.model, **of)) or AutoModelForCausalLM
+        of, made_by = _of_transformers(args), AutoModelForCausalLM
+        if not (Path(args.model) / "adapter_config.json").is_file():  # which names another model
+            if Path(args.model).is_dir():
+                read_config(Path(args.model))  # with clearer errors than transformers'
+            made_by = named_class(AutoConfig.from_pretrained(args.model, **of)) or made_by
         how = {"dtype": dtype_of(args) or "auto", "output_loading_info": True, **of}
         model: nn.Module
         with verifying(Path(args.model)):
