@@ -39,7 +39,7 @@ from torch_pi2.ops import load as load_library
 from torch_pi2.ops.activations import cuts, exact_zeros
 from torch_pi2.planner.for_machine import plan_for, plannable_gpu_bytes
 from torch_pi2.planner.hot_neurons import greedy_plan, hot_cut, plan_without_data
-from torch_pi2.predict import AnyPredictor
+from torch_pi2.predict import AnyPredictor, check_all_known
 from torch_pi2.predict.file import FittedPredictors
 from torch_pi2.profiling.data import MIN_SEQUENCES, MIN_TOKENS, Batch, batches, calibration_batches, first_ids, rows_of
 from torch_pi2.profiling.run import profile as profile_sites
@@ -305,6 +305,7 @@ def _plan(
     predictors: Mapping[str, AnyPredictor] | None,
     config: Config,
 ) -> Plan:
+    check_all_known(predictors or {})
     if isinstance(predictors, FittedPredictors):
         predictors.check_hash(stats.model_hash)
     weight_bytes = model.get_parameter(found.sites[0].up.weight).element_size()
@@ -364,6 +365,7 @@ def optimize(
             model, it stays optimised, and with ``gpu_memory`` whole on the CPU.
     """
     config = configured(config, fields)
+    check_all_known(predictors or {})
     memory_bytes = None if gpu_memory is None else checked_memory(gpu_memory)
     divided = memory_bytes is not None
     if hardware is not None:

@@ -13,6 +13,8 @@ from by_hand import by_hand
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torch_pi2.base.files import cache_folder, not_written
+from torch_pi2.cli import main
 from torch_pi2.cli.doctor import describe_hardware as describe
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.machine.find import PRESETS, cached_path, find_hardware
@@ -298,3 +300,21 @@ def test_the_figures_of_the_paper() -> None:
     assert 4096 * 1e4 / phone.reads.us(1e4, 4096, 128 * MIB, 32) == pytest.approx(1076.1, rel=0.01)
     assert phone.reads.stream_us(4e9) == pytest.approx(1e6, rel=0.01)
     assert phone.memory_bytes == 19e9
+
+
+def test_without_a_home_directory_the_cache_is_asked_for_by_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_entry() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_entry)
+    with pytest.raises(ArtifactError, match=r"found no HOME, .* Set XDG_CACHE_HOME to a folder"):
+        find_hardware("measured")
+    assert main(["doctor"]) == 0
+    assert "Set XDG_CACHE_HOME" in capsys.readouterr().out
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "torch_pi2"
+    assert "Set XDG_CACHE_HOME" in str(not_written(cache_folder() / "x.json", OSError(13, "Permission denied")))
+    assert "Choose another output folder" in str(not_written(tmp_path / "x.json", OSError(13, "Permission denied")))

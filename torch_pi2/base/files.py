@@ -37,9 +37,19 @@ _PATIENCE_S = 10.0
 _STANDARD_OUTPUT = ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
 
 
+_FIX_CACHE = "Set XDG_CACHE_HOME to a folder that you may write to."
+
+
 def cache_folder() -> Path:
-    """The folder for files kept between runs: in ``$XDG_CACHE_HOME``, or ``~/.cache``."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    """The folder for files kept between runs: in ``$XDG_CACHE_HOME``, or ``~/.cache``.
+
+    Raises ArtifactError: the user has no home directory (a container with a random user id).
+    """
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    except RuntimeError as error:
+        expected, found = "a home directory, or XDG_CACHE_HOME", "no HOME, and a user without an entry in /etc/passwd"
+        raise ArtifactError("folder for caches", expected=expected, found=found, fix=_FIX_CACHE) from error
     return Path(base) / "torch_pi2"
 
 
@@ -126,11 +136,16 @@ def check_writable(path: Path, *, folder: bool = False) -> None:
 
 def not_written(path: Path, error: OSError) -> ArtifactError:
     """The error for a ``path`` that could not be written, with nothing half-written left."""
+    try:
+        cached = cache_folder() in path.parents
+    except ArtifactError:
+        cached = False
     return ArtifactError(
         f"writing {path}",
         expected="a folder that can be written",
         found=f"{error.strerror or error}",
-        fix="Choose another output folder or free some space; nothing was left half-written.",
+        fix=f"{_FIX_CACHE[:-1] if cached else 'Choose another output folder'} or free some space; nothing was left "
+        "half-written.",
     )
 
 

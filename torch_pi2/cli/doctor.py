@@ -75,7 +75,13 @@ def _hardware(args: argparse.Namespace) -> dict[str, Any]:
     from torch_pi2.machine.find import cached_path
     from torch_pi2.machine.hardware import Hardware
 
-    path, folder = cached_path(), args.measure_folder
+    folder = args.measure_folder
+    try:
+        path = cached_path()
+    except Pi2Error as error:
+        if args.measure:
+            raise
+        return {"path": None, "problem": str(error)}
     if args.measure:
         from torch_pi2.measure.measure import measure
 

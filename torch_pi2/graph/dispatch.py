@@ -29,7 +29,7 @@ from torch_pi2.base.modules import fresh_settings, has_hooks, has_sparse_layers
 from torch_pi2.errors import ConfigError, GradientError
 from torch_pi2.graph.routed import masked
 from torch_pi2.ops.activations import ACTIVATIONS, cuts
-from torch_pi2.types.method import PREDICTED, Method, Predictor
+from torch_pi2.types.method import LOSSY, PREDICTED, Method, Predictor
 from torch_pi2.types.plan import Plan
 from torch_pi2.types.site import FFNSite
 
@@ -266,7 +266,11 @@ class NeuronClusterMode(PredictedMaskMode):
 
     Args:
         plan: bound to the model by ``plan.bind(model)``.
-        predictors: site key -> predictor, for layers planned as ``"lowrank"`` or ``"signbit"``.
+        predictors: site key -> predictor, for layers planned as ``"lowrank"`` or ``"signbit"``: any object with
+            ``scores`` and ``threshold``.
+
+    Attributes:
+        lossy: whether results may differ from those of the dense model: a layer has a threshold or a predictor.
 
     Raises:
         ConfigError: the plan is not bound, or a layer's predictor is missing.
@@ -288,14 +292,17 @@ class NeuronClusterMode(PredictedMaskMode):
         layers = [y for y in plan.layers if y.method != Method.DENSE and y.n_cold and y.site.experts is None]
         layers = [y for y in layers if not cuts(y.site.activation)]  # cuts need every gate between the matmuls
         for layer in layers:
-            if layer.method in PREDICTED and layer.site.key not in predictors:
+            predictor = predictors.get(layer.site.key)
+            if layer.method in PREDICTED and not (hasattr(predictor, "scores") and hasattr(predictor, "threshold")):
                 raise ConfigError(
                     f"predictor of {layer.site.key}",
-                    expected=f"one for every layer planned as '{layer.method}'",
-                    found=f"predictors for {', '.join(list(predictors)[:4]) or 'no layer'}",
+                    expected=f"one with scores and threshold for every layer planned as '{layer.method}'",
+                    found=f"predictors for {', '.join(list(predictors)[:4]) or 'no layer'}"
+                    if predictor is None
+                    else f"a {type(predictor).__name__}",
                     fix="Pass predictors=torch_pi2.fit(...) or load_predictors(folder).",
                 )
-        self._sites = [y.site for y in layers]
+        self._sites, self.lossy = [y.site for y in layers], any(y.method in LOSSY for y in layers)
         super().__init__(
             model,
             self._sites,

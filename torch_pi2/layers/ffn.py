@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from torch_pi2.base.lookups import Lookups
+from torch_pi2.errors import ConfigError
 from torch_pi2.formats import FLOAT, PAIRS, neuron_shape
 from torch_pi2.layers.checks import check_ffn_input, check_method, needs_eval, result_dtype
 from torch_pi2.layers.gpu import (
@@ -158,6 +159,17 @@ class SparseFFN(DenseForm):
         ]
         layer._hold(neuron_rows, *biases)
         return layer.eval()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        method = name[:2] != "__" and callable(getattr(type(self), name, None))
+        if method and "_hf_hook" not in self.__dict__:  # accelerate's, around ours
+            raise ConfigError(
+                f"{name} of {self.site.key}",
+                expected="the layer's own: compiled kernels and recorded steps do not call another",
+                found="an assignment",
+                fix="Try a predictor of your own with torch_pi2.NeuronClusterMode, on the dense model.",
+            )
+        super().__setattr__(name, value)
 
     def _hold(self, neuron_rows: torch.Tensor, *biases: torch.Tensor | None) -> None:
         self.register_buffer("neuron_rows", neuron_rows, persistent=False)

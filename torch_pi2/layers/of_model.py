@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
-from torch_pi2.layers.experts import SparseExperts
+from torch_pi2.layers.experts import OffloadedExperts, SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.lazy import LazyDown, LazySource
+from torch_pi2.layers.offloaded import OffloadedFFN
 from torch_pi2.layers.sequence import FusedIdentity
 
 #: A module that holds weights: a layer, or all experts of a block.
@@ -28,6 +29,21 @@ def layers_of(home: SparseLayer) -> list[SparseFFN]:
 def homes(model: nn.Module) -> list[SparseLayer]:
     """Modules in ``model`` that hold the weights of sparse layers: layers, and modules of experts."""
     return [module for module in model.modules() if isinstance(module, SparseLayer)]
+
+
+def _own(kind: type) -> dict[str, object]:
+    return {n: m for n in dir(kind) if callable(m := getattr(kind, n)) and getattr(m, "__module__", "") in _OURS}
+
+
+_OURS = {kind.__module__ for kind in (SparseFFN, SparseExperts, OffloadedFFN, OffloadedExperts)}
+_METHODS = {kind: _own(kind) for kind in (SparseFFN, SparseExperts, OffloadedFFN, OffloadedExperts)}
+
+
+def is_changed(home: SparseLayer) -> bool:
+    """Whether ``home`` is of another class than ours, or a method of it or of its class was replaced."""
+    own = _METHODS.get(type(home), {})
+    patched = any(getattr(type(home), name) != method or name in vars(home) for name, method in own.items())
+    return not own or patched
 
 
 def replacement_of(module: nn.Module) -> Replacement | None:

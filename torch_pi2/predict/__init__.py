@@ -14,10 +14,14 @@ a predictor"):
 from __future__ import annotations
 
 from collections.abc import Mapping
+from inspect import getattr_static
+from types import FunctionType
+from typing import Any
 
 import torch
 
-from torch_pi2.predict.lowrank import LowRank
+from torch_pi2.errors import ConfigError
+from torch_pi2.predict.lowrank import LowRank, LowRankRows
 from torch_pi2.predict.signbit import SignBit
 
 #: The kinds that a file may contain.
@@ -28,6 +32,35 @@ PREDICTORS: dict[str, type[LowRank] | type[SignBit]] = {p.kind: p for p in (LowR
 LAYER_TENSORS = tuple(name for p in PREDICTORS.values() for name in p.layer_tensors)
 #: Those with a row for each neuron.
 PER_NEURON = frozenset(name for p in PREDICTORS.values() for name in p.per_neuron)
+
+
+#: Class -> its methods and properties. Kernels read the tensors, and ask none of these.
+_OWN = {
+    kind: {
+        name: member
+        for name in dir(kind)
+        if isinstance(member := getattr_static(kind, name), FunctionType | property | staticmethod | classmethod)
+    }
+    for kind in (LowRankRows, LowRank, SignBit)
+}
+
+
+def check_known(key: str, predictor: Any) -> None:
+    """Raises ConfigError unless ``predictor``, of site ``key``, is one of ours with nothing overridden or patched."""
+    own = next((members for kind, members in _OWN.items() if isinstance(predictor, kind)), None)
+    changed = [name for name, member in (own or {}).items() if getattr_static(predictor, name, None) is not member]
+    if own is None or set(changed) - {"__init__"}:
+        raise ConfigError(
+            f"predictor of {key}",
+            expected="a LowRank, LowRankRows or SignBit as it is: layers read its tensors, and call no method of it",
+            found=type(predictor).__name__ + (f" with its own {', '.join(changed)}" if own else ""),
+            fix="Try it with NeuronClusterMode, which takes any object with scores and threshold, on the dense model.",
+        )
+
+
+def check_all_known(predictors: Mapping[str, Any]) -> None:
+    for key, predictor in predictors.items():
+        check_known(key, predictor)
 
 
 def tensors_among(buffers: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:

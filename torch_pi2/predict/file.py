@@ -15,7 +15,7 @@ from torch_pi2.base.files import atomic_write, check_artifact
 from torch_pi2.base.reading import parse
 from torch_pi2.base.tensorfile import packed, read_tensors
 from torch_pi2.errors import ConfigError, StaleArtifactError
-from torch_pi2.predict import PREDICTORS, AnyPredictor
+from torch_pi2.predict import PREDICTORS, AnyPredictor, check_all_known
 from torch_pi2.types.method import PREDICTED, PredictorCard
 
 PREDICTORS_VERSION = 1
@@ -79,10 +79,12 @@ def save_predictors(folder: str | Path, predictors: Mapping[str, AnyPredictor], 
         predictors: site key -> calibrated predictor. model_hash: ``weights_hash`` of the model they were fitted to.
 
     Raises:
-        ArtifactError: the folder cannot be written. ConfigError: a predictor has no card (not calibrated).
+        ArtifactError: the folder cannot be written. ConfigError: a predictor has no card (not calibrated), or
+            is of another kind.
     """
     tensors: dict[str, torch.Tensor] = {}
     entries: dict[str, Any] = {}
+    check_all_known(predictors)
     for key, p in predictors.items():
         if p.card is None:
             raise ConfigError(

@@ -24,6 +24,7 @@ from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.ops.quantized import check_quantizable
+from torch_pi2.predict import check_known
 from torch_pi2.profiling.data import Batch
 from torch_pi2.profiling.run import InputStats, gather_inputs
 from torch_pi2.rewrite.gpu import refuse_split
@@ -64,9 +65,9 @@ def rewrite(
     Dense weights are freed layer by layer. If any layer fails, the model is restored.
 
     Args:
-        predictors: site key -> low-rank predictor in original neuron order: an object with ``tensors()`` and
-            ``threshold``, or a mapping of tensors (see :class:`~torch_pi2.layers.ffn.SparseFFN`). Needed for method
-            ``lowrank``.
+        predictors: site key -> predictor in original neuron order: one of ours
+            (:func:`torch_pi2.predict.check_known`), or a mapping of tensors (see
+            :class:`~torch_pi2.layers.ffn.SparseFFN`). Needed for methods with predictors.
         progress: show a progress bar.
         storage: how the weights are stored (None: float). Quantised layers cannot be restored, so everything is checked
             before the first is made. If one fails all the same, the dense modules get dequantised weights, and the
@@ -173,11 +174,12 @@ def replaceable(model: nn.Module, found: Found, needed: bool = True) -> tuple[Fo
 
 
 def predictor_tensors(predictor: Any) -> tuple[Mapping[str, torch.Tensor] | None, float]:
-    """Tensors and threshold of a predictor, an object or a mapping; ``(None, 0)`` for None."""
+    """Tensors and threshold of a predictor, an object or a mapping; ``(None, 0)`` for None. Raises ConfigError."""
     if predictor is None:
         return None, 0.0
     if isinstance(predictor, Mapping):
         return predictor, float(predictor.get("threshold", 0.0))
+    check_known("a layer", predictor)
     return predictor.tensors(), float(predictor.threshold)
 
 

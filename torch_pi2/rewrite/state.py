@@ -9,11 +9,13 @@ from torch import nn
 
 from torch_pi2.distributed.group import Group
 from torch_pi2.errors import ConfigError
+from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.layers.of_model import SparseLayer, homes, is_changed
 from torch_pi2.layers.offloaded import Store
 from torch_pi2.predict.file import FittedPredictors
 from torch_pi2.rewrite.linears import LayerError
 from torch_pi2.store.parts import Parts
-from torch_pi2.types.method import Method
+from torch_pi2.types.method import LOSSY, Method
 from torch_pi2.types.offload import Budget
 from torch_pi2.types.plan import Plan, lossy_methods
 from torch_pi2.types.stats import ActivationStats
@@ -57,6 +59,8 @@ class ModelState:
     @staticmethod
     def detach(model: nn.Module) -> ModelState | None:
         found = ModelState.of(model)
+        if isinstance(found, SparseState):
+            found._homes = []  # they hold the weights
         return None if found is None else model.__dict__.pop(_ATTRIBUTE, None)
 
 
@@ -73,6 +77,21 @@ class SparseState(ModelState):
     stats: ActivationStats | None
     quantization: dict[str, LayerError] = field(default_factory=dict)
     weights: str = "float"
+    _homes: list[SparseLayer] = field(default_factory=list)
+
+    def attach(self, model: nn.Module) -> None:
+        super().attach(model)
+        self._homes = homes(model)
+
+    @property
+    def changed(self) -> list[str]:
+        """Layers that were changed after the rewrite: methods of theirs or of their class, or thresholds."""
+        gated = {y.site.key for y in self.plan.layers if y.method in LOSSY}
+        return [
+            home.site.key
+            for home in self._homes
+            if is_changed(home) or (isinstance(home, SparseFFN) and home.threshold > 0 and home.site.key not in gated)
+        ]
 
     @property
     def left(self) -> dict[str, str]:
@@ -83,18 +102,20 @@ class SparseState(ModelState):
     @property
     def lossy(self) -> bool:
         """Whether results differ from those of the original dense model."""
-        return self.weights != "float" or bool(lossy_methods(self.plan)) or self.leaves_out
+        return self.weights != "float" or bool(lossy_methods(self.plan)) or self.leaves_out or bool(self.changed)
 
     @property
     def loss_change(self) -> float | None:
         """Relative increase of the loss on held-out calibration data against the dense model; 0.01 is 1 %.
 
-        0 if nothing is lossy; None if not measured: thresholds without ``max_loss``, quantised weights, and
-        ``OffloadConfig.lossy``.
+        0 if nothing is lossy; None if not measured: thresholds without ``max_loss``, quantised weights,
+        ``OffloadConfig.lossy``, and layers that were :attr:`changed`.
         """
         if not self.lossy:
             return 0.0
-        return None if self.leaves_out or self.weights != "float" else self.plan.made_by.get("loss_change")
+        return (
+            None if self.leaves_out or self.weights != "float" or self.changed else self.plan.made_by.get("loss_change")
+        )
 
 
 if TYPE_CHECKING:

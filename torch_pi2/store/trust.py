@@ -43,20 +43,21 @@ def trusted(folder: str | Path, asked: bool) -> bool:
             return False
         found = _hash(folder)
         return found is not None and found in record_path().read_text().split()
-    except (OSError, UnicodeDecodeError, RuntimeError, ArtifactError):  # RuntimeError: no home directory
+    except (OSError, UnicodeDecodeError, ArtifactError):  # ArtifactError: also without a home directory
         return False
 
 
 def remember(folder: Path) -> None:
     """Record that the user allowed the code in ``folder``, if there is any."""
     try:
-        found, path = _hash(folder), record_path()
+        found = _hash(folder)
+        path = folder if found is None else record_path()
         if found is None or (path.exists() and found in path.read_text().split()):
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a") as out:
             out.write(f"{found}\n")
-    except (OSError, UnicodeDecodeError, RuntimeError, ArtifactError) as error:
+    except (OSError, UnicodeDecodeError, ArtifactError) as error:
         _log.warning("%s: its code is not remembered, pass trust_remote_code=True to load it (%s)", folder, error)
 
 

@@ -126,13 +126,13 @@ def cached_import(file: Path, *, packed: bool, progress: bool = False) -> Path:
     with GgufModel(file) as model:
         name = re.sub(r"[^\w.-]", "_", model.path.stem).encode()[:_NAME_BYTES].decode(errors="ignore")
         folder = cache_folder() / "gguf" / f"{name}-{_key(model, packed)}"
-    if _is_whole(folder):
-        return folder
 
     def waits() -> None:
         _log.warning("another process imports %s; this one waits for it", file)
 
     try:
+        if _is_whole(folder):
+            return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
         with locked(folder.with_name(f"{folder.name}-import"), math.inf, waits):
             if not _is_whole(folder):
