@@ -375,3 +375,13 @@ def test_calibration_data(name: str) -> None:
     torch_pi2.optimize(model, data, EXACT)
     assert len(model.torch_pi2.plan.layers) == layers
     assert all(layer.tokens > 0 for layer in model.torch_pi2.stats)
+
+
+def test_layers_whose_weights_are_all_buffers_are_named() -> None:
+    """As VeRA's frozen matrices, with a vector between them."""
+    own = Layer(lambda m, x: F.linear(F.linear(x, m.a) * m.d, m.b), d=nn.Parameter(torch.randn(INTERMEDIATE)))
+    own.register_buffer("a", torch.randn(INTERMEDIATE, HIDDEN))
+    own.register_buffer("b", torch.randn(HIDDEN, INTERMEDIATE))
+    found = search(plain(FunctionalBlock(), nn.LayerNorm(HIDDEN), own), (X_BTH,))
+    assert [site.owner for site in found.sites] == ["0"]
+    assert set(found.left) == {"2"}

@@ -21,7 +21,7 @@ from torch_pi2.base.modules import fresh_settings, has_sparse_layers
 from torch_pi2.errors import ConfigError, NoFFNFoundError, Pi2Error, UnsupportedModelError
 from torch_pi2.graph.capture import CapturedGraph, capture, example_inputs
 from torch_pi2.graph.experts import all_experts, expert_sites, without_experts
-from torch_pi2.graph.match import Match, Projection, Seen, match_ffns
+from torch_pi2.graph.match import Match, Projection, Seen, Tensors, match_ffns
 from torch_pi2.graph.operations import op_name
 from torch_pi2.graph.skipped import not_reached, skipped_layers
 from torch_pi2.ops.activations import ACTIVATIONS, scaled
@@ -106,7 +106,7 @@ def search(
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    own = {id(tensor) for tensor in model.buffers()}
+    buffer_names = {id(tensor): [name] for name, tensor in model.named_buffers()}
     sites: list[FFNSite] = []
     known: set[tuple[int, ...]] = set()
     all_seen: list[Seen] = []
@@ -118,7 +118,7 @@ def search(
     with without_experts(model, experts):
         graphs = capture(model, args, kwargs, on_meta=on_meta)
     for graph in graphs:
-        buffers = {node: t for node, t in graph.tensors.items() if id(t) in own}
+        buffers = {node: t for node, t in graph.tensors.items() if id(t) in buffer_names}
         graph.tensors = {node: t for node, t in graph.tensors.items() if id(t) in names}
         matches, seen = match_ffns(graph.gm, graph.tensors, buffers)
         all_seen.append(seen)
@@ -128,9 +128,9 @@ def search(
                 known.add(weights)
                 sites.append(_site(model, match, graph, names, len(sites)))
         for projections, reason in (*seen.left, *skipped_layers(matches, seen)):
-            left[_owner_of(graph, names, projections)] = reason
+            left[_owner_of(graph.tensors | buffers, names | buffer_names, projections)] = reason
         for projections, computed in seen.unknown:
-            unknown[_owner_of(graph, names, projections)] = f"another formula, of {computed}"
+            unknown[_owner_of(graph.tensors, names, projections)] = f"another formula, of {computed}"
     reached = {id(tensor) for graph in graphs for tensor in graph.tensors.values()}
     left |= not_reached(model, reached, experts)
     sites = _with_experts(model, sites, experts)
@@ -183,10 +183,10 @@ def _unusable(model: nn.Module, sites: Sequence[FFNSite]) -> dict[str, str]:
     return found
 
 
-def _owner_of(graph: CapturedGraph, names: Names, projections: Sequence[Projection]) -> str:
+def _owner_of(tensors: Tensors, names: Names, projections: Sequence[Projection]) -> str:
     """The module that holds their parameters; for parametrised ones, the module itself."""
-    parameters = [node for p in projections for node in p.own if node in graph.tensors]
-    chosen = _names_with_deepest_owner([names[id(graph.tensors[node])] for node in parameters])
+    parameters = [node for p in projections for node in p.own if node in tensors]
+    chosen = _names_with_deepest_owner([names[id(tensors[node])] for node in parameters])
     owner = _common_owner(chosen)
     return owner.partition(".parametrizations")[0] or ", ".join(chosen)
 
