@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torch_pi2.base.modules import evaluating, other_forwards
 from torch_pi2.base.offloaded import OffloadedParameter
@@ -124,7 +124,8 @@ def _overrides(model: nn.Module, group: Group, strategies: Mapping[str, str]) ->
 def _results(model: nn.Module, example: tuple[Any, Any]) -> list[torch.Tensor]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        found = [t for t in tree_leaves(model(*example[0], **example[1])) if isinstance(t, torch.Tensor)]
+        args, kwargs = tree_map_only(torch.Tensor, torch.clone, tuple(example))
+        found = [t for t in tree_leaves(model(*args, **kwargs)) if isinstance(t, torch.Tensor)]
     thin = [t.flatten()[:: -(-t.numel() // _MOST) or 1] for t in found if t.is_floating_point()]
     return [torch.where(t.isfinite(), t, 0.0) for t in thin]
 
