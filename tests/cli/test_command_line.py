@@ -217,7 +217,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("generate m --prompt-", ["--prompt-lookup"]),
         ("generate m --dtype bf", ["bfloat16"]),
         ("inspect fol", ["folder"]),
-        ("report m --out fil", ["file.json"]),
+        ("eval m --text fil", ["file.json"]),
     ],
 )
 def test_bash_completes(script: Path, tmp_path: Path, typed: str, wanted: list[str]) -> None:
@@ -262,13 +262,13 @@ def test_tables_fit_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 KINDS = {
     "bundle": (
         "manifest.json",
-        {"torch-pi2 run ": "generate chat profile fit optimize quantize pack plan export report"},
+        {"torch-pi2 run ": "generate chat profile fit optimize quantize pack plan export"},
     ),
     "store": ("pi2/model.pi2", {"torch-pi2 generate ": "run profile fit optimize quantize sparsify"}),
     "quantised": ("pi2/weights.safetensors", {"torch-pi2 generate ": "run profile fit optimize quantize"}),
     "optimised": ("pi2/plan.json", {"torch-pi2 generate ": "run"}),
-    "checkpoint": ("config.json", {"torch-pi2 optimize ": "run report"}),
-    "statistics": ("stats.safetensors", {"torch-pi2 optimize MODEL --stats ": "run generate pack report"}),
+    "checkpoint": ("config.json", {"torch-pi2 optimize ": "run"}),
+    "statistics": ("stats.safetensors", {"torch-pi2 optimize MODEL --stats ": "run generate pack"}),
     "predictors": ("predictors.safetensors", {"--stats STATS --predictors ": "run generate eval"}),
     "plan": ("plan.json", {"torch-pi2 inspect ": "run generate export"}),
 }

@@ -52,7 +52,6 @@ VERBS = {
     "eval": "dense against sparse: held-out loss, work and time",
     "inspect": "what is in a folder of ours",
     "replay": "what other caches would have had of recorded accesses",
-    "report": "one HTML file that shows a model folder: neurons, plan, times, caches",
     "doctor": "versions, CPU features, kernels, missing extras",
 }
 #: Module and class of the verbs whose module has another name.
@@ -65,7 +64,6 @@ _PLACES = {
     "pack": ("checkpoint", "Pack"),
     "synthetic": ("checkpoint", "Synthetic"),
     "run": ("generate", "Run"),
-    "replay": ("report", "Replay"),
 }
 BuildParser = Callable[[], argparse.ArgumentParser]
 

@@ -37,7 +37,6 @@ _TAKES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("plan", "export", "pack"), ("checkpoint", *_OPTIMISED)),
     "run": ("bundle",),
     "inspect": tuple(_KINDS),
-    "report": _OPTIMISED,
 }
 #: Names of arguments that are folders.
 _ARGUMENTS = ("model", "models", "source", "bundle", "folder")
