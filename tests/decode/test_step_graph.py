@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_experts import build
 from tiny_models import EXPECTED, tiny
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -486,6 +487,49 @@ def test_the_user_is_told_what_is_not_recorded(
     assert "recorded=True) records them all the same" in caplog.text
 
 
+def test_mixtures_are_recorded() -> None:
+    """Named tuples bring code that is generated."""
+    decoder = Decoder(torch_pi2.optimize(build("Mixtral")), max_tokens=40, logits=True, compiled=False)
+    steps(decoder)
+    assert replay(decoder).is_stable
+
+
+class _HalvedInPlace(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(0.5)
+
+
+def test_modules_of_torch_jit_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody sees what they write in place."""
+    model = tiny("llama-relu")
+    model.model.norm = torch.jit.script(_HalvedInPlace())
+    with torch.no_grad():
+        found = steps(Decoder(model, max_tokens=40, logits=True, compiled=False))
+    assert torch.equal(found, never_recorded(monkeypatch, model))
+
+
+class _Finalized:
+    def __init__(self) -> None:
+        self.me = self
+
+    def __del__(self) -> None:
+        pass
+
+
+def test_what_garbage_collection_calls_is_no_part_of_a_step() -> None:
+    decoder, before = Decoder(tiny("llama-relu"), max_tokens=40, logits=True, compiled=False), gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    try:
+        decoder.prompt(IDS)
+        for _ in range(14):
+            _Finalized()
+            decoder.step(IDS[:, :1])
+    finally:
+        gc.set_threshold(*before)
+    assert gc.isenabled()
+    assert replay(decoder).is_stable
+
+
 def test_recording_may_be_refused() -> None:
     decoder = Decoder(tiny("llama-relu"), max_tokens=40, logits=True, recorded=False)
     steps(decoder)
@@ -538,6 +582,7 @@ def test_compiled_steps_are_found_on_disk_by_the_next_process(tmp_path: Path) ->
 import sys
 sys.path.insert(0, {str(Path(__file__).parents[1] / "helpers")!r})
 import torch, torch_pi2
+from tiny_experts import build
 from tiny_models import tiny
 model = torch_pi2.optimize(tiny("llama-relu"), weights="int8", activations="int8")
 decoder = torch_pi2.Decoder(model, max_tokens=40)

@@ -225,11 +225,15 @@ class Guards:
             self.unknown = "a profiler, which has to see every call"
             yield
             return
+        collects = gc.isenabled()
+        gc.disable()  # it calls finalizers of others in the midst of a step
         sys.setprofile(called)
         try:
             yield
         finally:
             sys.setprofile(None)
+            if collects:
+                gc.enable()
         for code in ran.keys() - self._codes:
             scope = ran[code]
             if not _is_known(code, scope):
@@ -247,6 +251,8 @@ class Guards:
             self._names, self._codes = _Names(), set()
         for kind in set(map(type, model.modules())):
             self._names.add_class(kind)
+            if issubclass(kind, torch.jit.ScriptModule):  # no Python calls: what it writes in place is not seen
+                self.unknown = f"a {kind.__name__} of torch.jit"
         self._watch.begin()
         self._names.watch.begin()
         return same and self._state == before
@@ -272,6 +278,7 @@ def _known_folders() -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 def _is_known(code: CodeType, scope: dict[str, Any]) -> bool:
     file, (packages, library) = code.co_filename, _known_folders()
-    if file.startswith("<"):  # generated, as the methods of dataclasses are, or frozen
-        return file.startswith("<frozen ") or str(scope.get("__name__")).split(".")[0] in _KNOWN
+    if file.startswith("<"):  # generated, as the methods of dataclasses and of named tuples are, or frozen
+        name = str(scope.get("__name__"))
+        return file.startswith("<frozen ") or name.startswith("namedtuple_") or name.split(".")[0] in _KNOWN
     return file.startswith(packages) or (file.startswith(library) and "-packages/" not in file)
