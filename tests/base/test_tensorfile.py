@@ -196,7 +196,7 @@ def test_weights_files_say_what_they_are(tmp_path: Path) -> None:
         ({"weights": "float32"}, r"linears: expected none, in a file of float32, found 1"),
         ({"linears": "{"}, r"linears: expected JSON, found damage \(Expecting property name"),
         ({"linears": '{"a": 0}'}, r"linears, a: expected a whole number, 1 or more, .*found 0"),
-        ({"sites": '{"a": "magic"}'}, r"sites, a: expected owner or chain, found 'magic'"),
+        ({"sites": '{"a": "magic"}'}, r"sites, a: expected owner or chain or lazy, found 'magic'"),
         ({"linears": '[["a", 1]]'}, r"linears: expected an object, found \[\['a', 1\]\]"),
     ],
 )

@@ -61,18 +61,17 @@ def atomic_write(path: str | Path, data: bytes | str | Iterable[bytes]) -> None:
     """
     whole = data.encode() if isinstance(data, str) else data
     pieces = [whole] if isinstance(whole, bytes) else whole
-    try:
+    with writing(Path(path)):
         target = to_replace(path)
         if target is None:
-            return _write_to(path, pieces)
+            _write_to(path, pieces)
+            return
         with claimed(target, patience_s=_PATIENCE_S) as temporary:
             with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb") as file:
                 file.writelines(pieces)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, target)
-    except OSError as error:
-        raise not_written(Path(path), error) from error
 
 
 def to_replace(path: str | Path) -> Path | None:
@@ -121,17 +120,14 @@ def _write_to(path: str | Path, pieces: Iterable[bytes]) -> None:
 
 def check_writable(path: Path, *, folder: bool = False) -> None:
     """Check that a file, or a folder, can be written, before long work. Raises ArtifactError."""
-    try:
+    with writing(path):
         target = path if folder else to_replace(path)
         if target is None:
             return  # a device or a pipe
         parent = target if folder else target.parent
         while not parent.exists():
             parent = parent.parent
-        with tempfile.TemporaryFile(dir=parent):
-            pass
-    except OSError as error:
-        raise not_written(path, error) from error
+        tempfile.TemporaryFile(dir=parent).close()
 
 
 def not_written(path: Path, error: OSError) -> ArtifactError:

@@ -10,7 +10,7 @@ import ctypes
 import math
 import mmap
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -119,16 +119,8 @@ def let_go(model: Any, tensors: Iterable[torch.Tensor | None]) -> None:
 @contextmanager
 def letting_go(model: nn.Module) -> Iterator[None]:
     """While ``model`` runs, each of its modules releases the pages of its mapped weights after its call."""
-    hooks: list[Any] = []
-
-    def after(own: list[nn.Parameter]) -> Any:
-        return lambda *_: let_go(model, own)
-
-    for module in model.modules() if is_mapped(model) else ():
-        if own := list(module.parameters(recurse=False)):
-            hooks.append(module.register_forward_hook(after(own)))
-    try:
+    with ExitStack() as hooks:
+        for module in model.modules() if is_mapped(model) else ():
+            if own := list(module.parameters(recurse=False)):
+                hooks.enter_context(module.register_forward_hook(lambda *_, own=own: let_go(model, own)))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()

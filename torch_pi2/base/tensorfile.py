@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -23,7 +24,7 @@ import torch
 from torch_pi2.base.crc32c import block_checks, check_bytes, continue_crc32c, crc32c
 from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.fields import shown
-from torch_pi2.base.files import claimed, not_written
+from torch_pi2.base.files import claimed, writing
 from torch_pi2.base.memory import MappedFile, new_tensor
 from torch_pi2.base.progress import bar
 from torch_pi2.base.reading import ROOM_BYTES, open_file, parse
@@ -128,11 +129,8 @@ def _header(
     end = 0
     for name in order:
         start, end = end, end + specs[name].nbytes
-        header[name] = {
-            "dtype": _NAMES[specs[name].dtype],
-            "shape": list(specs[name].shape),
-            "data_offsets": [start, end],
-        }
+        spec = specs[name]
+        header[name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [start, end]}
     return header
 
 
@@ -177,14 +175,10 @@ class TensorWriter:
         self._claim = ExitStack()
         self._order = in_file_order(self.specs) if order is None else order
         self._checks = dict.fromkeys(self._order if checked is None else checked, "0" * 8)
-        header = self._encoded()
-        self._data = len(header)
-        self._start: dict[str, int] = {}
-        self._total, self._progress = 0, progress
-        for name in self._order:
-            self._start[name] = self._total
-            self._total += self.specs[name].nbytes
+        self._data, self._progress = len(self._encoded()), progress
         self._left = {name: spec.nbytes for name, spec in self.specs.items()}
+        *starts, self._total = accumulate((self._left[name] for name in self._order), initial=0)
+        self._start = dict(zip(self._order, starts))
         self._file = -1
 
     def _encoded(self) -> bytes:
@@ -205,11 +199,9 @@ class TensorWriter:
 
     def __enter__(self) -> Self:
         try:
-            self._temporary = self._claim.enter_context(claimed(self.path))
-            self._file = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            self._discard()
-            raise not_written(self.path, error) from error
+            with writing(self.path):
+                self._temporary = self._claim.enter_context(claimed(self.path))
+                self._file = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except BaseException:
             self._discard()
             raise
@@ -248,10 +240,8 @@ class TensorWriter:
             yield at, data
 
     def _put(self, name: str, tensor: torch.Tensor, at: int) -> None:
-        try:
+        with writing(self.path):
             self._pwrite(bytes_of(tensor.contiguous()), self.offset(name) + at)
-        except OSError as error:
-            raise not_written(self.path, error) from error
         self._left[name] -= tensor.nbytes
         assert self._left[name] >= 0, f"{name} written twice"
         self._bar.update(tensor.nbytes)
@@ -264,23 +254,23 @@ class TensorWriter:
     def __exit__(self, kind: object, _error: object, _trace: object) -> None:
         self._bar.close()
         missing = [name for name, left in self._left.items() if left]
-        if kind is not None or missing:
-            self._discard()
-            assert kind is not None, f"not or not wholly written: {', '.join(missing[:3])}"
-            return
         try:
-            for name in self._checks:
-                blocks = [block_checks(data) for _, data in self._pieces(name)]
-                self._checks[name] = tensor_check(name, self.specs[name], blocks)
-            self._pwrite(memoryview(self._encoded()), 0)
-            os.fsync(self._file)
-            os.close(self._file)
-            self._file = -1
-            os.replace(self._temporary, self.path)
-        except OSError as problem:
+            assert kind is not None or not missing, f"not or not wholly written: {', '.join(missing[:3])}"
+            if kind is None:
+                with writing(self.path):
+                    self._complete()
+        finally:
             self._discard()
-            raise not_written(self.path, problem) from problem
-        self._claim.close()
+
+    def _complete(self) -> None:
+        for name in self._checks:
+            blocks = [block_checks(data) for _, data in self._pieces(name)]
+            self._checks[name] = tensor_check(name, self.specs[name], blocks)
+        self._pwrite(memoryview(self._encoded()), 0)
+        os.fsync(self._file)
+        os.close(self._file)
+        self._file = -1
+        os.replace(self._temporary, self.path)
 
     def _discard(self) -> None:
         if self._file >= 0:
@@ -328,12 +318,7 @@ class TensorReader:
             self._file = -1
 
     def _damaged(self, reason: str) -> NoReturn:
-        raise ArtifactError(
-            str(self.path),
-            expected=_EXPECTED,
-            found=f"damage ({reason})",
-            fix=_FIX,
-        )
+        raise ArtifactError(str(self.path), expected=_EXPECTED, found=f"damage ({reason})", fix=_FIX)
 
     def _pread(self, size: int, at: int) -> bytes:
         """``size`` bytes from ``at`` on, fewer only at the end of the file."""

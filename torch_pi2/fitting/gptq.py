@@ -122,7 +122,7 @@ class Solver:
         mean = float(h_KK.diagonal().mean())
         h_KK.diagonal().add_(damping * mean if mean > 0 else 1.0)
         self._order = self._largest_first(h_KK.diagonal())
-        self._h_KK = h_KK = _in_order(h_KK, self._order)
+        self._h_KK = h_KK = h_KK[self._order[:, None], self._order]
         # One float64 matrix throughout, column-major for LAPACK; it is symmetric.
         work_KK = h_KK.double().mT
         torch.linalg.cholesky(work_KK, out=work_KK)
@@ -132,7 +132,7 @@ class Solver:
         self._factor_KK = work_KK.to(torch.float32, memory_format=torch.contiguous_format)
         del work_KK
         # Shrunk, since it is mostly noise if there are few tokens for the number of columns.
-        drift_KK = _in_order(F.pad(moments.drift_KK, (0, more, 0, more)), self._order)
+        drift_KK = F.pad(moments.drift_KK, (0, more, 0, more))[self._order[:, None], self._order]
         drift_KK.div_(moments.tokens + len(moments.drift_KK))
         for rows_k in drift_KK.split(_ROWS):
             rows_k.copy_(rows_k @ inverse_KK)
@@ -240,10 +240,6 @@ class Solver:
                 q_NK[:, k] = self._grid.integers(before_NB[:, i] - slope_NB[:, i] / h_KK[k, k], scale_NK[:, k])
                 slope_NB += (q_NK[:, k] * scale_NK[:, k] - before_NB[:, i])[:, None] * h_KK[k, block]
             slope_NK += (q_NK[:, block] * scale_NK[:, block] - before_NB) @ h_KK[block]
-
-
-def _in_order(matrix_KK: torch.Tensor, order_K: torch.Tensor) -> torch.Tensor:
-    return matrix_KK[order_K[:, None], order_K]
 
 
 def _sums_of_groups(v_N: torch.Tensor) -> torch.Tensor:

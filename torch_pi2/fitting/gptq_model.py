@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,24 +85,19 @@ def calibrated_rows(
     if not slices and not experts:
         return uncalibrated
     ids_BT, mask_BT = _one_batch(model, data, slices)
-    with bar(None, "GPTQ", progress, total=len(slices) + len(experts)) as shown, evaluating(model):
+    total = len(slices) + len(experts)
+    with bar(None, "GPTQ", progress, total=total) as shown, evaluating(model), ExitStack() as hooks:
         run = _Run(mask_BT, slices, experts, weights, keep, uncalibrated, shown.update)
-        hooks = []
-        for name in slices:
+        watched = {name: (run.before(name), run.after(name)) for name in slices}
+        watched |= {
+            name: (run.before_experts(name, own, model), run.after_experts(name)) for name, own in experts.items()
+        }
+        for name, (before, after) in watched.items():
             module = model.get_submodule(name)
-            hooks.append(module.register_forward_pre_hook(run.before(name), with_kwargs=True))
-            hooks.append(module.register_forward_hook(run.after(name)))
-        for name, own in experts.items():
-            module = model.get_submodule(name)
-            hooks.append(module.register_forward_pre_hook(run.before_experts(name, own, model), with_kwargs=True))
-            hooks.append(module.register_forward_hook(run.after_experts(name)))
-        try:
+            hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(after))
+        with suppress(_DoneError):
             Batch(ids_BT.repeat(2, 1), mask_BT.repeat(2, 1)).call(model)
-        except _DoneError:
-            pass
-        finally:
-            for hook in hooks:
-                hook.remove()
     uncalibrated |= {part.key: "not called as a module" for name in run.waiting for part in slices.get(name, ())}
     return uncalibrated
 

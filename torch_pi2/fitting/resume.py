@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_pi2.base.fields import MOST, Field, shown
-from torch_pi2.base.files import atomic_write, json_text, locked, not_written, read_json
+from torch_pi2.base.files import atomic_write, json_text, locked, read_json, writing
 from torch_pi2.base.tensorfile import packed, read_tensors
 from torch_pi2.errors import ArtifactError, StaleArtifactError
 from torch_pi2.predict.file import read_threshold_and_card
@@ -107,10 +107,8 @@ def work_folder(folder: Path | None, made_from: Mapping[str, Any]) -> Iterator[N
     if folder is None:
         yield
         return
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise not_written(folder, error) from error
     with locked(folder, 0.0):
         _check_same_fit(folder, json.loads(json.dumps(dict(made_from))))
         yield

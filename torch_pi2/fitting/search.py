@@ -144,16 +144,11 @@ class Search:
         """Double the rank while probes find that cheaper; if they never do, halve it while that is cheaper."""
         best, lowest = layer.rank, self.cost(layer, layer.rank, probe=True)
         for factor in (2.0, 0.5):
-            moved = False
-            while True:
-                rank = int(best * factor)
-                if not 4 <= rank <= layer.site.hidden:
+            while 4 <= (rank := int(best * factor)) <= layer.site.hidden:
+                if (other := self.cost(layer, rank, probe=True)) >= lowest:
                     break
-                other = self.cost(layer, rank, probe=True)
-                if other >= lowest:
-                    break
-                best, lowest, moved = rank, other, True
-            if moved:
+                best, lowest = rank, other
+            if best != layer.rank:
                 break
         layer.rank = best
 

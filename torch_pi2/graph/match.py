@@ -304,16 +304,18 @@ def _match_down(gm: fx.GraphModule, walk: Walk, tensors: Tensors, taken: set[fx.
     x = inputs.pop()
     allowed = set(inside) | set(down.nodes)
     escaping = next((u for n in inside for u in n.users if u not in allowed), None)
+    left = ""
     if escaping is not None:
-        seen.left.append(([*sources, down], f"{op_name(escaping.target)} uses what it computes inside"))
-        return None
+        left = f"{op_name(escaping.target)} uses what it computes inside"
     # a changed tensor may be a view of the input, so any in-place change in between counts
-    if any(_changes_something(n) and order[inside[0]] < order[n] < order[down.node] for n in order if n not in allowed):
-        seen.left.append(([*sources, down], "something is changed in place between its projections"))
-        return None
-    if rounded := next((n for n in region if _rounds(n, sources[0].node)), None):
-        dtype = rounded.meta["example_value"].dtype
-        seen.left.append(([*sources, down], f"a cast to {dtype} between its projections"))
+    elif any(
+        _changes_something(n) and order[inside[0]] < order[n] < order[down.node] for n in order if n not in allowed
+    ):
+        left = "something is changed in place between its projections"
+    elif rounded := next((n for n in region if _rounds(n, sources[0].node)), None):
+        left = f"a cast to {rounded.meta['example_value'].dtype} between its projections"
+    if left:
+        seen.left.append(([*sources, down], left))
         return None
     streams = (
         [Stream(sources[0], (0, intermediate)), Stream(sources[0], (intermediate, 2 * intermediate))]

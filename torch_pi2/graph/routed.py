@@ -7,7 +7,7 @@ transformers, so only its arguments and results are used. Routers are found by t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
@@ -192,13 +192,8 @@ def _try(block: nn.Module, experts: nn.Module, count: int) -> Routed | None:
     generator = torch.Generator().manual_seed(count)
     x_BTH = torch.randn((1, _TOKENS, matrices[0].shape[1]), generator=generator).to(matrices[0])
     hook = experts.register_forward_pre_hook(stop, prepend=True, with_kwargs=True)
-    try:
-        with torch.no_grad():
-            block(x_BTH)
-    except Exception:  # model code may raise anything when called with one tensor
-        pass
-    finally:
-        hook.remove()
+    with hook, torch.no_grad(), suppress(Exception):  # model code may raise anything when called with one tensor
+        block(x_BTH)
     return seen[0] if seen and len(seen[0].index_TK) == _TOKENS else None
 
 

@@ -10,11 +10,12 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torch_pi2.base.dtypes import dtype_name
@@ -292,12 +293,8 @@ def _windows(ids: torch.Tensor, seq_len: int, opening: list[int]) -> list[torch.
 
 
 def _pad(rows: Sequence[torch.Tensor], pad: int) -> Batch:
-    longest = max(len(r) for r in rows)
-    ids_BT = torch.full((len(rows), longest), pad, dtype=torch.long)
-    mask_BT = torch.zeros(len(rows), longest, dtype=torch.bool)
-    for b, row in enumerate(rows):
-        ids_BT[b, : len(row)] = row
-        mask_BT[b, : len(row)] = True
+    ids_BT = pad_sequence(list(rows), batch_first=True, padding_value=pad)
+    mask_BT = pad_sequence([torch.ones_like(row, dtype=torch.bool) for row in rows], batch_first=True)
     return Batch(ids_BT, mask_BT)
 
 
@@ -427,12 +424,10 @@ def split(data: list[Batch], batch_size: int) -> dict[str, list[Batch]]:
 
 def _regroup(rows: list[Batch], batch_size: int) -> list[Batch]:
     """Join rows of equal length to batches."""
-    out: list[Batch] = []
+    out = [row for row in rows if row.input_ids is None or row.kwargs]
     by_length: dict[int, list[Batch]] = {}
     for row in rows:
-        if row.input_ids is None or row.kwargs:
-            out.append(row)
-        else:
+        if row.input_ids is not None and not row.kwargs:
             by_length.setdefault(row.input_ids.shape[1], []).append(row)
     for group in by_length.values():
         for i in range(0, len(group), batch_size):
@@ -449,9 +444,5 @@ def evenly(data: list[Batch], n_tokens: int) -> list[Batch]:
 
 def at_most(data: list[Batch], n_tokens: int) -> list[Batch]:
     """The first batches with at most ``n_tokens`` in all, but at least one."""
-    kept: list[Batch] = []
-    for batch in data:
-        if kept and sum(b.n_tokens for b in kept) + batch.n_tokens > n_tokens:
-            break
-        kept.append(batch)
-    return kept
+    totals = accumulate(batch.n_tokens for batch in data)
+    return [batch for i, (batch, total) in enumerate(zip(data, totals)) if not i or total <= n_tokens]

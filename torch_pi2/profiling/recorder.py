@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -121,19 +121,17 @@ class RoutedRecorder:
     def __init__(self, model: nn.Module, sites: Sequence[FFNSite], sink: Callable[[Firing], None]) -> None:
         self._model, self._sink = model, sink
         self._blocks = [_ExpertBlock(name, own) for name, own in modules_of(sites).items()]
-        self._hooks: list[Any] = []
+        self._hooks = ExitStack()
         self.batch: Batch | None = None
 
     def __enter__(self) -> RoutedRecorder:
         for block in self._blocks:
             module = self._model.get_submodule(block.name)
-            self._hooks.append(module.register_forward_hook(self._watch(block), with_kwargs=True))
+            self._hooks.enter_context(module.register_forward_hook(self._watch(block), with_kwargs=True))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._hooks.close()
 
     @property
     def calls(self) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -183,10 +184,8 @@ def gather_inputs(
             current[:] = [batch]
             yield batch
 
-    hooks = [linear.register_forward_pre_hook(watch(name), with_kwargs=True) for name, linear in linears.items()]
-    try:
+    with ExitStack() as hooks:
+        for name, linear in linears.items():
+            hooks.enter_context(linear.register_forward_pre_hook(watch(name), with_kwargs=True))
         record(model, stream(), sites, firing, progress=progress, label="inputs", logits=bool(linears))
-    finally:
-        for hook in hooks:
-            hook.remove()
     return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import sysconfig
+from contextlib import suppress
 from pathlib import Path
 
 _SKIP_DIRS = frozenset({"site-packages", "dist-packages", "__pycache__", "lib2to3", "turtledemo"})
@@ -33,16 +34,9 @@ def stdlib_files(split: str, *, with_tests: bool = False) -> list[Path]:
     chosen = []
     for path in base.rglob("*.py"):
         rel = path.relative_to(base)
-        parts = set(rel.parts[:-1])
-        if parts & _SKIP_DIRS:
-            continue
-        is_test = bool(parts & _TEST_DIRS)
-        heldout = _is_heldout(rel.as_posix())
-        if split == "heldout" and (is_test or not heldout):
-            continue
-        if split == "train" and (heldout or (is_test and not with_tests)):
-            continue
-        chosen.append(path)
+        left_out = _SKIP_DIRS if with_tests and split == "train" else _SKIP_DIRS | _TEST_DIRS
+        if left_out.isdisjoint(rel.parts[:-1]) and _is_heldout(rel.as_posix()) == (split == "heldout"):
+            chosen.append(path)
     return sorted(chosen, key=lambda p: p.relative_to(base).as_posix())
 
 
@@ -50,10 +44,8 @@ def read_files(paths: list[Path]) -> list[str]:
     """Texts of ``paths``, without files that are not UTF-8 (codec test data)."""
     texts = []
     for path in paths:
-        try:
+        with suppress(UnicodeDecodeError, OSError):
             texts.append(path.read_text(encoding="utf-8"))
-        except (UnicodeDecodeError, OSError):
-            continue
     return texts
 
 

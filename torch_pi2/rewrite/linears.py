@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
@@ -104,12 +105,10 @@ def find_linears(
         else:
             linears[name] = module
     called: set[str] = set()
-    hooks = [m.register_forward_hook(lambda *_, n=name: called.add(n)) for name, m in linears.items()]
-    try:
+    with ExitStack() as hooks:
+        for name, module in linears.items():
+            hooks.enter_context(module.register_forward_hook(lambda *_, name=name: called.add(name)))
         _run(model, example, on_meta)
-    finally:
-        for hook in hooks:
-            hook.remove()
     for name in [name for name in linears if name not in called]:
         skipped[name] = "not called as a module"
         del linears[name]
