@@ -162,10 +162,9 @@ def measure(
     """
     load_library()
     context = prompt + tokens + 1  # and one more step, whose attention is timed
-    ours = [
-        _Ours(model, Decoder(model, max_tokens=context, batch=b, compiled=compiled, cpp_wrapper=cpp_wrapper), seed)
-        for b in batch
-    ]
+    how: dict[str, Any] = {"max_tokens": context, "compiled": compiled, "cpp_wrapper": cpp_wrapper}
+    how["recorded"] = None if type(model).__module__.startswith("transformers.") else True  # code of a checkpoint, too
+    ours = [_Ours(model, Decoder(model, batch=b, **how), seed) for b in batch]
     for engine in ours:
         engine.round(prompt, tokens)
     peak = machine.peak_rss_bytes()

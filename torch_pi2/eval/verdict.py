@@ -181,7 +181,9 @@ def _speed(sparse: nn.Module, dense: nn.Module | None, prompt: torch.Tensor, sec
 def _as_generated(models: Sequence[nn.Module], prompt: torch.Tensor) -> tuple[Sequence[nn.Module | Decoder], str]:
     """Decoders of all models, or the models themselves if one is not supported; and the kind of steps, in words."""
     try:
-        decoders = [Decoder(model, max_tokens=_PROMPT + _MOST_TOKENS, compiled=False) for model in models]
+        about: dict[str, Any] = {"max_tokens": _PROMPT + _MOST_TOKENS, "compiled": False}
+        # the dense model's own code is recorded too, where the sparse one no longer runs it
+        decoders = [Decoder(m, recorded=True if len(models) > 1 and m is models[0] else None, **about) for m in models]
         for decoder in decoders:
             decoder.prompt(prompt)
     except UnsupportedModelError:
