@@ -395,12 +395,7 @@ class QuantizedCheckpoint(Checkpoint):
         return self._made(base, n_NK, scale_NG, _by_row(self._raw(zero), len(n_NK)) if zero in self else None)
 
     def _made(
-        self,
-        base: str,
-        q_NK: torch.Tensor,
-        scale_NG: torch.Tensor,
-        z_NG: torch.Tensor | None,
-        order: str = "",
+        self, base: str, q_NK: torch.Tensor, scale_NG: torch.Tensor, z_NG: torch.Tensor | None, order: str = ""
     ) -> _Integers:
         """The matrix ``scale (q - z)``; ``order`` names the tensor with the group of each column.
 

@@ -27,12 +27,7 @@ def follow(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Let ``checkpoint`` know its tensors by the names of ``model``, as ``from_pretrained`` would assign them."""
     from transformers import PreTrainedModel
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        WeightConverter,
-        WeightRenaming,
-        dot_natural_key,
-        rename_source_key,
-    )
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
     if not isinstance(model, PreTrainedModel):
         return

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -151,18 +152,6 @@ def save_parts(parts: SparseState, pi2: Path) -> None:
         parts.stats.save(pi2)
 
 
-class _Values:
-    """Gives sites the dense parameters of an optimised model."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._values: dict[str, torch.Tensor] = {}
-        for home in homes(model):
-            self._values |= home.dense_values()
-
-    def get_parameter(self, name: str) -> torch.Tensor:
-        return self._values[name]
-
-
 def current_state(model: nn.Module) -> SparseState:
     """The state of ``model`` for its current weights, which may have been converted or replaced.
 
@@ -172,7 +161,9 @@ def current_state(model: nn.Module) -> SparseState:
     parts = get_state(model)
     if weights_of(model) != "float":
         return parts  # quantised rows cannot change; the hash is that of the float weights
-    found = weights_hash(_Values(model), [layer.site for layer in parts.plan.layers])
+    values = {name: value for home in homes(model) for name, value in home.dense_values().items()}
+    dense: Any = SimpleNamespace(get_parameter=values.__getitem__)
+    found = weights_hash(dense, [layer.site for layer in parts.plan.layers])
     if found == parts.plan.model_hash:
         return parts
     fitted = sorted({layer.method for layer in parts.plan.layers} & {*LOSSY})
@@ -245,19 +236,9 @@ def load(
         ConfigError: a setting that this folder does not support. DtypeError: no kernel computes in ``dtype``.
         DeviceError: no GPU with kernels. OutOfMemoryError: ``gpu_memory`` is too little.
     """
+    given = {name: value for name, value in locals().items() if name not in ("folder", "gpu_memory")}
     gpu_bytes = None if gpu_memory is None else checked_memory(gpu_memory)
-    settings = LoadSettings(
-        model=model,
-        trust_remote_code=trust_remote_code,
-        dtype=dtype,
-        activations=activations,
-        budget=budget,
-        offload=offload,
-        context=context,
-        plan=plan,
-        group=group,
-        progress=progress,
-    )
+    settings = LoadSettings(**given)
     folder = Path(folder)
     if (file := gguf_in(folder)) is not None:
         folder = cached_import(file, packed=budget is not None, progress=progress)

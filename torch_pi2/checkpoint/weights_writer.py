@@ -238,7 +238,7 @@ class Quantizer:
             return ref.take(whole)
         start, stop = ref.rows[:2] if ref.rows else (0, spec.shape[0])
         matrix = self._scratch(Spec((stop - start, *spec.shape[1:]), spec.dtype))
-        self._checkpoint.read_into(stored, matrix, start)
+        self._checkpoint.read_into(stored, matrix, row=start)
         return matrix
 
     def _scratch(self, spec: Spec) -> torch.Tensor:

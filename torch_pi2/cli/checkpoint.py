@@ -109,13 +109,7 @@ class Quantize:
         add("--quantization", choices=QUANTIZATIONS, default="rtn", help=how)
         common.add_text(parser)
         tokens = Config.calibration_tokens
-        add(
-            "--tokens",
-            type=common.positive,
-            default=tokens,
-            dest="calibration_tokens",
-            help="tokens for gptq",
-        )
+        add("--tokens", type=common.positive, default=tokens, dest="calibration_tokens", help="tokens for gptq")
         plan = "--out of plan, fit and profile, for a dense IN (default: IN's own)"
         add("--plan", type=Path, metavar="DIR", help=plan)
         common.add_trust(parser)

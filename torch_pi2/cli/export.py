@@ -38,17 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-tokens", type=common.positive, default=512, help="tokens of prompt and answer together")
     add("--max-prompt", type=common.positive, default=256, help="prompt tokens read at once")
     add("--batches", type=common.sizes, default=(1, 2, 4), help="sequences decoded together")
-    add(
-        "--linears",
-        choices=LINEARS,
-        default="float32",
-        help="linear layers outside FFNs; int8, int4: lossy",
-    )
-    add(
-        "--budget",
-        metavar="BYTES",
-        help="memory for a packed MODEL, such as 2GiB (default: all of it)",
-    )
+    add("--linears", choices=LINEARS, default="float32", help="linear layers outside FFNs; int8, int4: lossy")
+    add("--budget", metavar="BYTES", help="memory for a packed MODEL, such as 2GiB (default: all of it)")
     add("--kv", choices=KV_FORMATS, default="float32", help="format of keys and values; float16, int8: lossy")
     inputs = "of a model with int4 or int8 weights: also round the inputs of its layers (lossy, faster)"
     add("--activations", choices=ACTIVATIONS, default="float", help=inputs)

@@ -174,12 +174,7 @@ class Sparsify:
         add("--window", type=common.positive, default=512, help="tokens")
         add("--accumulate", type=common.positive, default=1, help="forward passes per step")
         add("--learning-rate", type=float, default=5e-5, metavar="F", help="peak learning rate")
-        add(
-            "--lora",
-            type=common.count,
-            default=0,
-            help="train only adapters of this rank (peft); 0: all weights",
-        )
+        add("--lora", type=common.count, default=0, help="train only adapters of this rank (peft); 0: all weights")
         distill = "share of the loss from the dense model's predictions (without SHARE: 0.5)"
         add("--distill", type=float, nargs="?", const=0.5, default=0.0, metavar="SHARE", help=distill)
         add("--float32", action="store_true", help="compute in float32, not in bfloat16")

@@ -183,11 +183,7 @@ def generate(
 
 
 def _continued(
-    decoder: Decoder,
-    sequences: list[GeneratedSequence],
-    input_ids: torch.Tensor,
-    sampling: Sampling | None,
-    limit: int,
+    decoder: Decoder, sequences: list[GeneratedSequence], input_ids: torch.Tensor, sampling: Sampling | None, limit: int
 ) -> Generated:
     started = time.perf_counter()
     logits_BV = decoder.prompt(input_ids).cpu()

@@ -27,7 +27,19 @@ _ONE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 
 
-class Source(Protocol):
+class Reader(Protocol):
+    """A file of tensors, or what makes some of others."""
+
+    def spec(self, name: str) -> Spec: ...
+
+    def read(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor: ...
+
+    def read_into(self, name: str, tensor: torch.Tensor, *, row: int = 0) -> None: ...
+
+    def read_bytes(self, name: str, start: int, stop: int) -> torch.Tensor: ...
+
+
+class Source(Reader, Protocol):
     """A source of values for a model's parameters, by their names in checkpoints.
 
     Attributes:
@@ -41,27 +53,7 @@ class Source(Protocol):
 
     def __contains__(self, name: str) -> bool: ...
 
-    def spec(self, name: str) -> Spec: ...
-
-    def read(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor: ...
-
-    def read_into(self, name: str, tensor: torch.Tensor, row: int = 0) -> None: ...
-
-    def read_bytes(self, name: str, start: int, stop: int) -> torch.Tensor: ...
-
     def check_float(self, name: str) -> None: ...
-
-
-class Reader(Protocol):
-    """A file of tensors, or what makes some of others."""
-
-    def spec(self, name: str) -> Spec: ...
-
-    def read(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor: ...
-
-    def read_into(self, name: str, tensor: torch.Tensor, *, row: int = 0) -> None: ...
-
-    def read_bytes(self, name: str, start: int, stop: int) -> torch.Tensor: ...
 
 
 class Checkpoint:
@@ -81,19 +73,17 @@ class Checkpoint:
             for file in self._file_names():
                 self._files[file] = reader = TensorReader(self.folder / file)
                 if twice := self._by_name.keys() & reader.specs.keys():
-                    raise self._twice(min(twice), file)
+                    name = min(twice)
+                    raise ArtifactError(
+                        str(self.folder),
+                        expected=f"{name} in one of its shards",
+                        found=f"it in {self._by_name[name].path.name} and {file}",
+                        fix="Remove the shard of another time, or get the checkpoint again.",
+                    )
                 self._by_name |= dict.fromkeys(reader.specs, reader)
         except BaseException:
             self.close()
             raise
-
-    def _twice(self, name: str, file: str) -> ArtifactError:
-        return ArtifactError(
-            str(self.folder),
-            expected=f"{name} in one of its shards",
-            found=f"it in {self._by_name[name].path.name} and {file}",
-            fix="Remove the shard of another time, or get the checkpoint again.",
-        )
 
     def _file_names(self) -> list[str]:
         index = self.folder / _INDEX

@@ -124,13 +124,7 @@ class GateMaker:
     """
 
     def __init__(
-        self,
-        d: torch.Tensor,
-        p: torch.Tensor,
-        weights: str,
-        generator: torch.Generator,
-        *,
-        rank: int = 512,
+        self, d: torch.Tensor, p: torch.Tensor, weights: str, generator: torch.Generator, *, rank: int = 512
     ) -> None:
         self.d, self.weights, self._generator = d, weights, generator
         self.beta = torch.special.ndtri(p).float()

@@ -45,12 +45,7 @@ _REVISION = 2
 @checked
 @fresh_settings()
 def import_gguf(
-    file: str | Path,
-    folder: str | Path,
-    *,
-    neurons: str = "auto",
-    predictors: Any = None,
-    progress: bool = False,
+    file: str | Path, folder: str | Path, *, neurons: str = "auto", predictors: Any = None, progress: bool = False
 ) -> ImportReport:
     """Write the model of a GGUF file to ``folder``, in the form that :func:`torch_pi2.load`, ``pack`` and others read.
 
