@@ -6,7 +6,7 @@ import json
 import os
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from torch_pi2.errors import ArtifactError
 
@@ -17,6 +17,19 @@ MOST_BYTES = 1 << 28
 #: Memory that parsing may take, in addition to a multiple of the text's size: that of a vocabulary with merges is 8.
 ROOM_BYTES = 64 << 20
 _TIMES, _MOST_MORE = 12, 1 << 30
+
+
+class Closing:
+    """A context manager that closes itself."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def open_file(path: str | Path, expected: str = "a file", fix: str = "Check the folder's name.") -> int:

@@ -27,7 +27,7 @@ from torch_pi2.base.fields import shown
 from torch_pi2.base.files import claimed, writing
 from torch_pi2.base.memory import MappedFile, new_tensor
 from torch_pi2.base.progress import bar
-from torch_pi2.base.reading import ROOM_BYTES, open_file, parse
+from torch_pi2.base.reading import ROOM_BYTES, Closing, open_file, parse
 from torch_pi2.errors import ArtifactError
 
 #: Names of dtypes in safetensors headers.
@@ -279,7 +279,7 @@ class TensorWriter:
         self._claim.close()
 
 
-class TensorReader:
+class TensorReader(Closing):
     """A safetensors file: its checked header, and its tensors one at a time. Close it, or use it as a context manager.
 
     Tensors with a checksum are compared with it when they are read, or first read in part.
@@ -305,12 +305,6 @@ class TensorReader:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         if self._file >= 0:

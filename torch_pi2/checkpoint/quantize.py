@@ -155,7 +155,11 @@ def convert(
         empty = skeleton(source, trust_remote_code=trust_remote_code)
     check_known_experts(f"quantize({source})", empty)
     parts = parts or source / PI2_FOLDER
-    plan = _plan_of(parts, empty, needed=in_floats)
+    if (parts / "plan.json").exists():
+        plan = Plan.load(parts)
+        check_sizes(empty, plan)
+    else:
+        plan = new_plan(search(empty, on_meta=True, needed=in_floats))
     with replacing_folder(folder) as staging:
         keep_card(folder, staging)
         (staging / PI2_FOLDER).mkdir()
@@ -229,15 +233,6 @@ def _check_parts(source: Path, parts: Path) -> None:
     with Parts(parts) as found:
         plan = found.plan()
         check_predictors(plan, found.each_predictor(plan.model_hash), parts)
-
-
-def _plan_of(parts: Path, model: nn.Module, *, needed: bool) -> Plan:
-    """The plan in ``parts``, or a new one for the checkpoint's ``model``, which is on ``meta``."""
-    if (parts / "plan.json").exists():
-        plan = Plan.load(parts)
-        check_sizes(model, plan)
-        return plan
-    return new_plan(search(model, on_meta=True, needed=needed))
 
 
 def new_plan(found: Found) -> Plan:

@@ -160,14 +160,11 @@ def save_weights(model: nn.Module, plan: Plan, folder: Path) -> Plan:
         )
     kind = _kind_of_file(model)
     linears = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear)}
-    tensors: dict[str, torch.Tensor] = {}
     embeddings = {name: m for name, m in model.named_modules() if isinstance(m, QuantEmbedding)}
     rows_of = {f"{name}.weight": linear for name, linear in linears.items()}
-    tensors |= {name: linear.rows for name, linear in rows_of.items()}
+    tensors: dict[str, torch.Tensor] = {name: linear.rows for name, linear in rows_of.items()}
     tensors |= {f"{name}.weight": embedding.rows for name, embedding in embeddings.items()}
-    for name, linear in linears.items():
-        if linear.bias is not None:
-            tensors[f"{name}.bias"] = linear.bias
+    tensors |= {f"{name}.bias": linear.bias for name, linear in linears.items() if linear.bias is not None}
     layers: list[SparseFFN] = []
     strategies: dict[str, str] = {}
     dense: dict[str, str] = {}
@@ -280,7 +277,7 @@ def load_sparse(
         for name, width in weights.embeddings.items():
             ours.add(f"{name}.weight")
             embeddings[f"{name}.weight"] = _put_embedding(model, weights, name, width)
-        for name, columns in _shown(weights.linears.items(), "linear layers", progress):
+        for name, columns in bar(list(weights.linears.items()), "load linear layers", progress, delay=2):
             ours |= {f"{name}.weight", f"{name}.bias"}
             tied = embeddings.get(weights.rows_name(name))
             _put_linear(model, weights, name, columns, int8_activations, tied)
@@ -289,9 +286,18 @@ def load_sparse(
         whole = {layer.site.key: layer for layer in plan.layers}
 
         def empty(layer: LayerPlan) -> SparseFFN:
-            return _empty_layer(layer, predictors.get(layer.site.key), weights, int8_activations, kind)
+            tensors, threshold = predictor_tensors(predictors.get(layer.site.key))
+            return SparseFFN.empty(
+                layer.site,
+                layer,
+                kind=weights.operand_of(layer.site.key),
+                lowrank=tensors,
+                threshold=threshold,
+                int8_activations=int8_activations,
+                dtype=DTYPES.get(weights.kind, kind),
+            )
 
-        for group in _shown(expert_groups(own.layers), "feed-forward layers", progress):
+        for group in bar(list(expert_groups(own.layers)), "load feed-forward layers", progress, delay=2):
             if group[0].site.experts is not None:
                 for layer in group:
                     weights.strategy(layer.site.key)  # raises if the file has no such layer
@@ -305,8 +311,9 @@ def load_sparse(
                 place(model, [whole[layer.site.key] for layer in group], experts.eval())
                 continue
             layer = group[0]
-            ffn = empty(layer) if make_layer is None else make_layer(layer, weights, kind)
-            _read_layer(ffn, weights)
+            ffn = _with_biases(empty(layer) if make_layer is None else make_layer(layer, weights, kind), weights)
+            if ffn.in_memory:
+                put(ffn, ["neuron_rows"], weights.as_computed(weights.read_neurons(ffn.site)))
             place(model, group, ffn, weights.strategy(layer.site.key))
             ffn.eval()
 
@@ -329,21 +336,15 @@ def _untie(model: nn.Module, linears: set[str]) -> None:
         hf.config.tie_word_embeddings = False
 
 
-def _shown(items: Iterable[Any], what: str, progress: bool) -> Iterable[Any]:
-    shown: Iterable[Any] = bar(list(items), f"load {what}", progress, delay=2)
-    return shown
-
-
 def _put_linear(
     model: nn.Module,
     weights: QuantizedWeights,
     name: str,
     columns: int,
     int8_activations: bool,
-    tied: torch.Tensor | None = None,
+    tied: torch.Tensor | None,
 ) -> None:
     """Replace a linear layer. ``tied``: rows of an embedding to share, unless the kernel needs them in blocks."""
-    parent, _, local = name.rpartition(".")
     linear: Any = model.get_submodule(name)
     kind = weights.format_of(name)
     in_blocks = tied is not None and wants_blocks(kind, len(tied), columns, int8_activations)
@@ -355,11 +356,10 @@ def _put_linear(
     made = QuantLinear(rows, bias, columns, kind, int8_activations)
     made.dtype = linear.weight.dtype
     made.use_blocks()
-    setattr(model.get_submodule(parent), local, made.eval())
+    model.set_submodule(name, made.eval())
 
 
 def _put_embedding(model: nn.Module, weights: QuantizedWeights, name: str, width: int) -> torch.Tensor:
-    parent, _, local = name.rpartition(".")
     embedding: Any = model.get_submodule(name)
     if not can_stand_for(embedding):
         raise ArtifactError(
@@ -371,30 +371,8 @@ def _put_embedding(model: nn.Module, weights: QuantizedWeights, name: str, width
     scale = getattr(embedding, "embed_scale", None)
     made = QuantEmbedding(weights.read(f"{name}.weight"), width, weights.format_of(name), embedding.padding_idx, scale)
     made.dtype = embedding.weight.dtype
-    setattr(model.get_submodule(parent), local, made.eval())
+    model.set_submodule(name, made.eval())
     return made.rows
-
-
-def _empty_layer(
-    layer: LayerPlan, predictor: Any, weights: QuantizedWeights, int8_activations: bool, dtype: torch.dtype
-) -> SparseFFN:
-    tensors, threshold = predictor_tensors(predictor)
-    return SparseFFN.empty(
-        layer.site,
-        layer,
-        kind=weights.operand_of(layer.site.key),
-        lowrank=tensors,
-        threshold=threshold,
-        int8_activations=int8_activations,
-        dtype=DTYPES.get(weights.kind, dtype),
-    )
-
-
-def _read_layer(ffn: SparseFFN, weights: QuantizedWeights) -> None:
-    """Read biases, and neurons unless they stay in the file."""
-    _with_biases(ffn, weights)
-    if ffn.in_memory:
-        put(ffn, ["neuron_rows"], weights.as_computed(weights.read_neurons(ffn.site)))
 
 
 def _with_biases(ffn: SparseFFN, weights: QuantizedWeights) -> SparseFFN:

@@ -168,7 +168,7 @@ class Quantizer:
         spec, error = neuron_specs(site, kind)[f"{site.key}.bundles"], RelativeError()
         # half of float neurons: with one matrix they take less memory than the layer
         most = -(-site.intermediate // 2) if kind in FLOATS else site.intermediate
-        group = max(1, min(most, _GROUP * site.intermediate // spec.nbytes))
+        group, step = max(1, min(most, _GROUP * site.intermediate // spec.nbytes)), max(1, _CHUNK // (4 * site.hidden))
         for first in range(0, site.intermediate, group):
             neurons = order[first : first + group]
             neuron_rows = self._scratch(Spec((len(neurons), *spec.shape[1:]), torch.uint8))
@@ -177,33 +177,24 @@ class Quantizer:
                 if first == 0:
                     update_digest(digest, matrix)
                 rows, of = row_of_neurons(neuron_rows, row, kind, site.hidden)
-                self._write_role(site, ref, role, matrix, neurons, rows, of, error)
-                del matrix
+                by_neuron, calibrated = matrix.T if role == "down" else matrix, self._given.get(neuron_key(site, role))
+                for start in range(0, len(neurons), step):
+                    wanted = neurons[start : start + step]
+                    made = self._as_stored(site, ref, role, wanted, of)
+                    if made is None:
+                        given = None if calibrated is None else calibrated[wanted]
+                        made = self._rows(by_neuron[wanted].contiguous(), ref.weight, error, of, given)
+                    rows[start : start + step] = made
+                del matrix, by_neuron
             out.write(f"{site.key}.bundles", neuron_rows, row=first)
-        self._write_biases(layer, out, digest)
+        for role, ref in refs_of(site):
+            if ref.bias is not None:
+                bias = ref.take_bias(self._checkpoint.read(self._stored(ref.bias)))
+                update_digest(digest, bias)
+                name = f"{site.key}.bias_{role}"
+                floats = converted(bias, out.specs[name].dtype, ref.bias)
+                out.write(name, floats if role == "down" else floats[order])
         return error.relative
-
-    def _write_role(
-        self,
-        site: FFNSite,
-        ref: LinearRef,
-        role: str,
-        matrix: torch.Tensor,
-        neurons: torch.Tensor,
-        rows: torch.Tensor,
-        kind: str,
-        error: RelativeError,
-    ) -> None:
-        """Fill ``rows``, in format ``kind``, with those of ``neurons`` in ``matrix``."""
-        by_neuron, calibrated = matrix.T if role == "down" else matrix, self._given.get(neuron_key(site, role))
-        step = max(1, _CHUNK // (4 * site.hidden))
-        for start in range(0, len(neurons), step):
-            wanted = neurons[start : start + step]
-            made = self._as_stored(site, ref, role, wanted, kind)
-            if made is None:
-                given = None if calibrated is None else calibrated[wanted]
-                made = self._rows(by_neuron[wanted].contiguous(), ref.weight, error, kind, given)
-            rows[start : start + step] = made
 
     def _format_of(self, site: FFNSite) -> str:
         return self._formats.get(site.key, self._kind)
@@ -213,16 +204,6 @@ class Quantizer:
     ) -> torch.Tensor | None:
         """Rows of ``neurons`` as the checkpoint stores them, if that is in ``kind``; otherwise None."""
         return None
-
-    def _write_biases(self, layer: LayerPlan, out: TensorWriter, digest: Any) -> None:
-        site, order = layer.site, layer.order.long()
-        for role, ref in refs_of(site):
-            if ref.bias is not None:
-                bias = ref.take_bias(self._checkpoint.read(self._stored(ref.bias)))
-                update_digest(digest, bias)
-                name = f"{site.key}.bias_{role}"
-                made = converted(bias, out.specs[name].dtype, ref.bias)
-                out.write(name, made if role == "down" else made[order])
 
     def _matrix(self, site: FFNSite, ref: LinearRef, role: str) -> torch.Tensor:
         if ref.expert is not None:

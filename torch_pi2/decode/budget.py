@@ -164,12 +164,15 @@ def divide_budget(
         for name, spec in store.specs.items()
         if name not in neuron_rows and not name.startswith(ours)
     }
-    fixed, kv = sum(sizes.values()), _own_kv(store, model_config, kv_bytes(model_config, context, dtype))
+    kv = kv_bytes(model_config, context, dtype)
+    if store.shard is not None:  # which has keys and values of its own blocks
+        blocks: int = model_config.get_text_config().num_hidden_layers
+        kv = kv * len(store.shard.blocks(blocks)) // blocks
     slot = place_bytes(store.entries, config)
     count = sum(entry.slots_in_file for entry in store.entries)
     staging, tables, _ = engine_bytes(store.entries, config)
     parts = {
-        "fixed": fixed,
+        "fixed": sum(sizes.values()),
         "predictors": sum(predictor_bytes(predictors.get(layer.site.key)) for layer in plan.layers),
         "kv": kv,
         "staging": staging,
@@ -197,14 +200,6 @@ def divide_budget(
     if slots < count and made.cache < token and config.engine != "mmap":
         _warn_below_cliff(made, Path(store.path).parent.parent)
     return made
-
-
-def _own_kv(store: StoreReader, model_config: Any, all_bytes: int) -> int:
-    """The shard's part of ``all_bytes``, the keys and values of all layers."""
-    if store.shard is None:
-        return all_bytes
-    count: int = model_config.get_text_config().num_hidden_layers
-    return all_bytes * len(store.shard.blocks(count)) // count
 
 
 def _warn_below_cliff(budget: Budget, folder: Path) -> None:

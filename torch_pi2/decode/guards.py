@@ -85,8 +85,6 @@ class State:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, State) and self._values == other._values
 
-    __hash__ = None  # type: ignore[assignment]
-
     def _value(self, value: Any, depth: int = 0) -> Any:
         if type(value) in PLAIN:
             return type(value).__name__, repr("sdpa" if value == NAME else value)  # a step may be running elsewhere

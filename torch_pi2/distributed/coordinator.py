@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from torch_pi2.base.dtypes import dtype_name
+from torch_pi2.base.reading import Closing
 from torch_pi2.distributed.group import Group
 from torch_pi2.errors import (
     ConfigError,
@@ -100,7 +101,7 @@ class _Channel:
         dist.broadcast(tensor, 0, group=self._gloo)
 
 
-class Coordinator:
+class Coordinator(Closing):
     """Returned by :func:`torch_pi2.lead` in the first process: while it is open, the others repeat its calls.
 
     Calls from several threads are serialised. SIGINT and SIGTERM during a call of the main thread are handled after it,
@@ -178,12 +179,6 @@ class Coordinator:
                 return
             finally:
                 self._lock.release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __deepcopy__(self, _memo: Any) -> Self:
         return self  # a copied model has the same processes

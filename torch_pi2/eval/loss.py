@@ -83,19 +83,14 @@ def _summed_nats(model: nn.Module, batches: Iterable[torch.Tensor], context: int
             for logits_TV, target_T in zip(logits_BTV[:, context - 1 :], ids_BT[:, context:]):
                 total += F.cross_entropy(logits_TV.float(), target_T.long(), reduction="sum").item()
                 count += target_T.numel()
-    return finite("loss", total), count
-
-
-def finite(what: str, value: float) -> float:
-    """``value``; raises NonFiniteError if it is NaN or infinite."""
-    if not math.isfinite(value):
+    if not math.isfinite(total):
         raise NonFiniteError(
-            what,
+            "loss",
             expected="a finite number",
-            found=str(value),
+            found=str(total),
             fix="Check the checkpoint, and whether its dtype can hold the activations (try float32).",
         )
-    return value
+    return total, count
 
 
 def nats_per_token(model: nn.Module, batches: Iterable[torch.Tensor]) -> float:
@@ -219,13 +214,7 @@ def bits_per_byte(
 
 
 def paired_loss(
-    models: Sequence[nn.Module],
-    tokenizer: Any,
-    text: str,
-    *,
-    window: int = 256,
-    max_tokens: int | None = None,
-    until: Callable[[], bool] = lambda: False,
+    models: Sequence[nn.Module], tokenizer: Any, text: str, *, max_tokens: int, until: Callable[[], bool]
 ) -> tuple[list[float], int]:
     """Nats per token of each model on the same windows of ``text``, and the number of scored tokens.
 
@@ -233,7 +222,7 @@ def paired_loss(
     """
     totals, tokens = [0.0] * len(models), 0
     scored = _encode(tokenizer, text, max_tokens)
-    for ids_1T in _windows(scored, window, 1):
+    for ids_1T in _windows(scored, 256, 1):
         for i, model in enumerate(models):
             nats, count = _summed_nats(model, [ids_1T], scored.context)
             totals[i] += nats

@@ -149,9 +149,7 @@ def _of_rows(weights: str, rank: int, neurons: int, hidden: int) -> _Table:
     }
 
 
-def _check_tensors(
-    tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]], expected: str
-) -> None:
+def _check_tensors(tensors: Mapping[str, torch.Tensor], wanted: _Table, expected: str) -> None:
     """Raises ArtifactError unless ``tensors`` are of the ``wanted`` shapes and dtypes, ``expected`` in words."""
     if {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()} != wanted:
         raise ArtifactError(

@@ -126,11 +126,6 @@ def page_files() -> dict[str, Path]:
     return {"/" if path.name == "index.html" else f"/page/{path.name}": path for path in names}
 
 
-def add_page(app: FastAPI) -> None:
-    for where, path in page_files().items():
-        app.add_api_route(where, _sender(path), methods=["GET", "HEAD"])
-
-
 def _sender(path: Path) -> Callable[[], Awaitable[PlainResponse]]:
     content, kind = path.read_bytes(), f"{_TYPES[path.suffix]}; charset=utf-8"
 
@@ -182,7 +177,8 @@ def application(models: Mapping[str, ServedModel], *, api_key: str | None = None
     """
     app = FastAPI(title="torch_pi2", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(AccessCheck, api_key=api_key)
-    add_page(app)
+    for where, path in page_files().items():
+        app.add_api_route(where, _sender(path), methods=["GET", "HEAD"])
     app.state.models = models
     app.state.live = streams = {name: Live(served, together=len(models)) for name, served in models.items()}
 

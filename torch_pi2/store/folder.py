@@ -122,19 +122,14 @@ def quantised_by(config: Mapping[str, Any]) -> str:
 def check_float(folder: Path, config: Mapping[str, Any]) -> None:
     """Raises UnsupportedModelError: the checkpoint in ``folder`` is quantised, by us or by another method."""
     if weights_path(folder / PI2_FOLDER) is not None:
-        raise UnsupportedModelError(
-            f"weights of {folder}",
-            expected="floats",
-            found=f"weights in torch_pi2's own form ({PI2_FOLDER}/)",
-            fix="Take the checkpoint that it was made of; torch_pi2.load, pack and export take this folder as it is.",
-        )
-    if method := quantised_by(config):
-        raise UnsupportedModelError(
-            f"weights of {folder}",
-            expected="floats",
-            found=f"what {shown(method)} has quantised",
-            fix="Take the float checkpoint, or torch_pi2.import_quantized (gptq, awq, compressed-tensors, torchao).",
-        )
+        found = f"weights in torch_pi2's own form ({PI2_FOLDER}/)"
+        fix = "Take the checkpoint that it was made of; torch_pi2.load, pack and export take this folder as it is."
+    elif method := quantised_by(config):
+        found = f"what {shown(method)} has quantised"
+        fix = "Take the float checkpoint, or torch_pi2.import_quantized (gptq, awq, compressed-tensors, torchao)."
+    else:
+        return
+    raise UnsupportedModelError(f"weights of {folder}", expected="floats", found=found, fix=fix)
 
 
 def check_folder(folder: Path) -> None:

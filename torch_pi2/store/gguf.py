@@ -14,12 +14,12 @@ import struct
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 import torch
 
 from torch_pi2.base.fields import shown
-from torch_pi2.base.reading import open_file
+from torch_pi2.base.reading import Closing, open_file
 from torch_pi2.base.tensorfile import bytes_of
 from torch_pi2.base.units import size as shown_size
 from torch_pi2.errors import ArtifactError
@@ -134,7 +134,7 @@ class GgufTensor:
         return self.rows * self.row_bytes
 
 
-class GgufFile:
+class GgufFile(Closing):
     """An open GGUF file with its checked header. Close it, or use it as a context manager.
 
     Attributes:
@@ -158,12 +158,6 @@ class GgufFile:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         if self._file >= 0:

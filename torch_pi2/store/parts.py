@@ -13,12 +13,12 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from torch_pi2.base.fields import Field
-from torch_pi2.base.reading import parse, read_bytes
+from torch_pi2.base.reading import Closing, parse, read_bytes
 from torch_pi2.base.tensorfile import Spec, TensorReader
 from torch_pi2.errors import ArtifactError
 from torch_pi2.predict import AnyPredictor
@@ -39,8 +39,8 @@ _FILES = {
 _ALSO_BESIDE = "stats"
 
 
-class Parts:
-    """The parts of a folder ``pi2/``, in its store or in files, read on demand. A context manager."""
+class Parts(Closing):
+    """The parts of a folder ``pi2/``, in its store or in files, read on demand."""
 
     def __init__(self, pi2: str | Path) -> None:
         self._pi2 = Path(pi2)
@@ -49,10 +49,7 @@ class Parts:
             self._store = StoreReader(self._pi2 / STORE_FILE)
             self._check_beside()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         if self._store is not None:
             self._store.close()
 
@@ -60,7 +57,7 @@ class Parts:
         """Raises ArtifactError: there are files of parts beside the store, which is ambiguous."""
         for part, (file, _) in _FILES.items():
             if os.path.lexists(self._pi2 / file) and (self._in_store(part) or part != _ALSO_BESIDE):
-                self.__exit__()
+                self.close()
                 raise ArtifactError(
                     f"{self._pi2 / file} beside {STORE_FILE}",
                     expected="no such file: a store has plan, predictors and statistics inside",
@@ -134,8 +131,10 @@ class Parts:
         """Location, metadata and tensor reader (None: no such tensor) of predictors or statistics."""
         store = self._in_store(part)
         if store is not None:
-            prefix = f"pi2.{part}."
-            yield self._where(part), self._meta(store, part), _reader(store, prefix)
+            where, fix = self._where(part), "Pack the folder again."
+            found = Field(parse(store.text(part), where, fix=fix), where, fix)
+            meta = {name: value.text(empty=True) for name, value in found.each().items()}
+            yield where, meta, _reader(store, f"pi2.{part}.")
             return
         with TensorReader(self._pi2 / _FILES[part][1]) as file:
             yield file.path, file.metadata, _reader(file)
@@ -150,17 +149,12 @@ class Parts:
     def _where(self, part: str) -> str:
         return f"{self._pi2 / STORE_FILE}, its {part}"
 
-    def _meta(self, store: StoreReader, part: str) -> dict[str, str]:
-        where, fix = self._where(part), "Pack the folder again."
-        found = Field(parse(store.text(part), where, fix=fix), where, fix)
-        return {name: value.text(empty=True) for name, value in found.each().items()}
-
 
 def _reader(file: TensorReader, prefix: str = "") -> Callable[[str], torch.Tensor | None]:
     return lambda name: file.read(prefix + name) if prefix + name in file.specs else None
 
 
-class PartFiles:
+class PartFiles(Closing):
     """The files of a folder ``pi2/`` as the tensors that a store would have of them.
 
     Args:
@@ -192,12 +186,6 @@ class PartFiles:
         self.specs[f"pi2.{part}"] = Spec.of(data)
         self.specs |= {f"pi2.{part}.{name}": spec for name, spec in reader.specs.items()}
         self.paths += dict.fromkeys((first, tensors))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         for reader in self._readers.values():

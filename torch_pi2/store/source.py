@@ -11,14 +11,14 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Protocol
 
 import torch
 
 from torch_pi2.base.dtypes import DTYPES, dtype_name
 from torch_pi2.base.fields import Field
 from torch_pi2.base.memory import MappedFile
-from torch_pi2.base.reading import parse, read_bytes
+from torch_pi2.base.reading import Closing, parse, read_bytes
 from torch_pi2.base.tensorfile import Spec, TensorReader
 from torch_pi2.errors import ArtifactError, DtypeError
 from torch_pi2.types.site import FFNSite, LinearRef
@@ -56,7 +56,7 @@ class Source(Reader, Protocol):
     def check_float(self, name: str) -> None: ...
 
 
-class Checkpoint:
+class Checkpoint(Closing):
     """The tensors of a Hugging Face folder (``model.safetensors``, or the files named in its index).
 
     Attributes:
@@ -105,12 +105,6 @@ class Checkpoint:
             if Path(name).name != name or name in (".", ".."):
                 shard.wrong("the name of a file in this folder")
         return sorted(names)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         for file in self._files.values():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -225,11 +225,9 @@ class QuantizedWeights(TensorReader):
 
     def check_linears(self, model: nn.Module) -> None:
         """Raises ArtifactError: linears or embeddings do not match those of ``model``."""
+        modules = dict(model.named_modules(remove_duplicate=False))
         for name, columns in self.linears.items():
-            try:
-                linear = model.get_submodule(name)
-            except AttributeError:
-                linear = nn.Identity()
+            linear = modules.get(name, nn.Identity())
             wanted = f"linear layers of the model, {name} with {columns} inputs"
             if not isinstance(linear, nn.Linear):
                 self._refuse(wanted, f"a {type(linear).__name__}")
@@ -238,7 +236,7 @@ class QuantizedWeights(TensorReader):
             rows = Spec((linear.out_features, row_bytes(self.format_of(name), columns)), torch.uint8)
             self.check(self.rows_name(name), rows)
         for name, width in self.embeddings.items():
-            found: Any = dict(model.named_modules()).get(name)
+            found = modules.get(name)
             if not isinstance(found, nn.Embedding) or found.embedding_dim != width:
                 self._refuse(f"embeddings of the model, {name} of {width} numbers a token", f"a {type(found).__name__}")
             rows = Spec((found.num_embeddings, row_bytes(self.format_of(name), width)), torch.uint8)

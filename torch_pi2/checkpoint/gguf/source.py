@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
 
 from torch_pi2.base.package import missing_package
+from torch_pi2.base.reading import Closing
 from torch_pi2.base.tensorfile import Spec
 from torch_pi2.checkpoint.gguf.families import Family, arch_number, family_of, rows_in_file
 from torch_pi2.checkpoint.stored import Packed
@@ -68,7 +69,7 @@ def stack_name(block: int, role: str) -> str:
     return f"blk.{block}.ffn_{role}_exps.weight"
 
 
-class GgufCheckpoint:
+class GgufCheckpoint(Closing):
     """The tensors of a GGUF file, with the interface of :class:`torch_pi2.store.source.Checkpoint`.
 
     Attributes:
@@ -94,10 +95,7 @@ class GgufCheckpoint:
             self.file.close()
             raise
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self.file.close()
 
     @property
