@@ -406,7 +406,7 @@ def test_files_with_thresholds(tmp_path: Path, score: str) -> None:
         counts = load_file(head)
         counts[f"{key}.thresholds"] = wrong
         with safe_open(head, "pt") as file:
-            about = file.metadata()
+            about = {name: value for name, value in file.metadata().items() if not name.endswith(("checks", "_check"))}
         save_file(counts, tmp_path / "stats.safetensors", about)
         with pytest.raises(errors.ArtifactError, match=message):
             ActivationStats.load(tmp_path)

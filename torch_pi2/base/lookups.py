@@ -17,7 +17,7 @@ from torch import nn
 
 from torch_pi2.errors import ConfigError
 
-_MISSING = object()
+_MISSING, _GONE = object(), object()
 #: Contents of longer lists and mappings are not compared.
 _LONGEST = 256
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
@@ -44,7 +44,11 @@ class Lookups:
         """Raises ConfigError, about the layer ``key``, if something is another now."""
         for get, holder, name, value in self._notes:
             now = get(holder, name, _MISSING)
-            if now is not value and not (isinstance(value, _PLAIN) and type(now) is type(value) and now == value):
+            if (
+                now is not value
+                and now is not _GONE
+                and not (isinstance(value, _PLAIN) and type(now) is type(value) and now == value)
+            ):
                 raise _changed(key, name)
         for now, before in self._lists:
             if len(now) != len(before) or any(a is not b for a, b in zip(now, before)):
@@ -104,8 +108,10 @@ class Lookups:
 
 
 def _of_module(module: weakref.ref[nn.Module], name: str, default: Any) -> Any:
-    own = getattr(module(), "__dict__", {})
-    return own.get(name, default) if name in own or name == "forward" else getattr(module(), name, default)
+    if (holder := module()) is None:  # a layer that was taken out of its model
+        return _GONE
+    own = vars(holder)
+    return own.get(name, default) if name in own or name == "forward" else getattr(holder, name, default)
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
