@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import tiny
 
 import torch_pi2
-from torch_pi2.base.tensorfile import TensorReader, add_checks
+from torch_pi2.base.tensorfile import TensorReader, add_checks, metadata_check
 from torch_pi2.cli.inspect import describe
 from torch_pi2.errors import ArtifactError, Pi2Error, StaleArtifactError
 from torch_pi2.export.manifest import Manifest
@@ -201,3 +201,22 @@ def test_an_edited_plan_is_used_without_its_checksum(sound: Path, tmp_path: Path
     Plan.load(folder / "pi2").save(folder / "pi2")
     assert json.loads(path.read_text())["crc32c"]
     assert plan.made_by != {"me": 1}
+
+
+def test_what_people_do_to_tensor_files(tmp_path: Path) -> None:
+    folder = shutil.copytree(WRITTEN / "optimised", tmp_path / "folder")
+    add_checks(folder)
+    file, pointer = folder / "model.safetensors", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    (folder / "consolidated.safetensors").write_text(pointer)  # nothing reads it
+    torch_pi2.load(folder)
+    with TensorReader(file) as reader:
+        said = {"checks": json.dumps(reader.checks), "metadata_check": metadata_check(reader.metadata)}
+        metadata = reader.metadata | said
+    tensors = load_file(file)
+    name = next(name for name in tensors if "norm" in name)
+    save_file(tensors | {name: tensors[name] * 2}, file, metadata)
+    with pytest.raises(ArtifactError, match=r"has checksum .* on purpose, save it without the metadata checks and"):
+        torch_pi2.load(folder)
+    file.write_text(pointer)
+    with pytest.raises(ArtifactError, match=r"a pointer of Git LFS.*git lfs pull"):
+        torch_pi2.load(folder)

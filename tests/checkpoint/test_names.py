@@ -192,3 +192,19 @@ def test_what_lies_beside_or_in_the_weights(tmp_path: Path, caplog: pytest.LogCa
     (tmp_path / "model.safetensors").rename(tmp_path / "model.fp16.safetensors")
     with pytest.raises(ArtifactError, match=r"found model\.fp16\.safetensors\. .*variant='fp16'"):
         torch_pi2.load_mapped(tmp_path)
+
+
+@torch.no_grad()
+def test_an_output_layer_of_its_own_where_the_configuration_ties_it(tmp_path: Path) -> None:
+    source, store = tmp_path / "source", tmp_path / "store"
+    llama(source, True, False, ["LlamaForCausalLM"])
+    tensors = load_file(source / "model.safetensors")
+    of_both = tensors.pop("lm_head.weight", tensors["model.embed_tokens.weight"])
+    for factor in (1.0, 2.0):
+        both = {"model.embed_tokens.weight": of_both, "lm_head.weight": factor * of_both}
+        save_file(tensors | both, source / "model.safetensors", {"format": "pt"})
+        wanted = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+        torch_pi2.pack(source, store, weights="float32")
+        found: Any = torch_pi2.load(store)
+        assert (found.lm_head.weight is found.model.embed_tokens.weight) == (factor == 1)
+        torch.testing.assert_close(logits(found), logits(wanted))

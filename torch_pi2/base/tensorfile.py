@@ -61,6 +61,7 @@ PIECE = 8 << 20
 #: Bound on the numbers in a tensor, so that sizes in bytes fit into 63 bits.
 _LARGEST = 1 << 60
 _EXPECTED, _FIX = "a whole safetensors file", "Copy it again, or make it again."
+_EDITED = " If you changed it on purpose, save it without the metadata checks and metadata_check."
 #: Most dimensions of a tensor; torch's limit is higher.
 _MOST_AXES = 32
 
@@ -311,8 +312,8 @@ class TensorReader(Closing):
             os.close(self._file)
             self._file = -1
 
-    def _damaged(self, reason: str) -> NoReturn:
-        raise ArtifactError(str(self.path), expected=_EXPECTED, found=f"damage ({reason})", fix=_FIX)
+    def _damaged(self, reason: str, more: str = "") -> NoReturn:
+        raise ArtifactError(str(self.path), expected=_EXPECTED, found=f"damage ({reason})", fix=_FIX + more)
 
     def _pread(self, size: int, at: int) -> bytes:
         """``size`` bytes from ``at`` on, fewer only at the end of the file."""
@@ -324,7 +325,10 @@ class TensorReader(Closing):
 
     def _read_header(self) -> tuple[dict[str, Spec], dict[str, int], dict[str, str]]:
         size = os.fstat(self._file).st_size
-        length = int.from_bytes(self._pread(8, 0), "little")
+        begin = self._pread(8, 0)
+        if begin == b"version ":
+            self._damaged("a pointer of Git LFS in its place", " Run git lfs pull there.")
+        length = int.from_bytes(begin, "little")
         if size < 8 or not 2 <= length <= min(_MAX_HEADER, size - 8):
             self._damaged(f"a header of {length} bytes in a file of {size}")
         header = parse(self._pread(length, 8), self.path, expected=_EXPECTED, fix=_FIX, room=ROOM_BYTES + 2 * size)
@@ -355,16 +359,16 @@ class TensorReader(Closing):
             return {}
         checks = parse(said or "", f"{self.path}, checks", fix=_FIX)
         if (found := metadata_check(self.metadata)) != check:
-            self._damaged(f"metadata has checksum {found}, not {str(check)[:16]}")
+            self._damaged(f"metadata has checksum {found}, not {str(check)[:16]}", _EDITED)
         if not isinstance(checks, dict) or (self.all_checked and checks.keys() != self.specs.keys()):
-            self._damaged("tensors are not those of checks")
+            self._damaged("tensors are not those of checks", _EDITED)
         return checks
 
     def compare(self, name: str, blocks: list[torch.Tensor]) -> None:
         """Raises ArtifactError: ``blocks``, checksums of tensor ``name`` as read, differ from those in the file."""
         found = tensor_check(name, self.specs[name], blocks)
         if found != self.checks[name]:
-            self._damaged(f"{name} has checksum {found}, not {str(self.checks[name])[:16]}")
+            self._damaged(f"{name} has checksum {found}, not {str(self.checks[name])[:16]}", _EDITED)
         self._unverified.discard(name)
 
     def verify(self, progress: bool = False) -> int:
@@ -484,11 +488,11 @@ def add_checks(folder: Path) -> None:
 
 @contextmanager
 def verifying(folder: Path) -> Iterator[None]:
-    """Compares the safetensors files in ``folder`` with their checksums, if they have any, while the block reads them
+    """Compares ``model*.safetensors`` in ``folder`` with their checksums, if they have any, while the block reads them
     by other means. Raises ArtifactError: a damaged header before the block, other damage after it.
     """
     with ExitStack() as stack:
-        readers = [stack.enter_context(TensorReader(path)) for path in folder.glob("*.safetensors")]
+        readers = [stack.enter_context(TensorReader(path)) for path in folder.glob("model*.safetensors")]
         pool = stack.enter_context(ThreadPoolExecutor(1))
         jobs = [pool.submit(reader.verify) for reader in readers if reader.checks]
         yield

@@ -87,8 +87,17 @@ class Quantizer:
         elsewhere = in_sites | biases | {f"{name}.weight" for name in (*linears, *embeddings)}
         self._biases = sorted(biases)
         # a tied tensor under its first name: a quantised output layer leaves it to the embedding
-        self._floats = [rest[0] for names in stored.groups if (rest := [n for n in names if n not in elsewhere])]
+        floats = ([name for name in names if name not in elsewhere] for names in stored.groups)
+        self._floats = [n for names in floats for n in names if n == names[0] or self._differ(n, names[0])]
         self._held: dict[torch.dtype, torch.Tensor] = {}
+
+    def _differ(self, *names: str) -> bool:
+        """Whether the checkpoint has other values for one of two tied names: from_pretrained does not tie them then."""
+        (one, other), read = map(self._stored, names), self._checkpoint.read
+        if one == other:
+            return False
+        spec, of_other = map(self._of.checked, names)
+        return spec != of_other or not all(torch.equal(read(one, n), read(other, n)) for n in row_chunks(spec))
 
     def write(self, folder: Path, progress: bool) -> tuple[QuantizeReport, str]:
         """Write the file into ``folder``; returns the report and the hash of the float feed-forward weights."""
@@ -124,7 +133,8 @@ class Quantizer:
                     f"plan in {self._checkpoint.folder}",
                     expected=f"feed-forward weights {self._plan.model_hash[:12]}",
                     found=found[:12],
-                    fix="The weights were changed or converted since; optimise and save the model again.",
+                    fix="The weights were changed or converted since; optimise and save the model again. "
+                    "Of a model that divides its weights when evaluated (RWKV-4), take the checkpoint it was made of.",
                 )
             out.set_metadata("model_hash", found)
         return report, found
