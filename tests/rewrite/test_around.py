@@ -233,6 +233,20 @@ def test_what_a_replaced_forward_looks_up_may_not_change(name: str, monkeypatch:
     monkeypatch.undo()
 
 
+class Cast(Layer):
+    """T5's: ``to`` is a tensor's, though modules have one, too."""
+
+    def forward(self, x):
+        return self.down(F.relu(self.up(x)).to(self.down.weight.dtype))
+
+
+@torch.no_grad()
+def test_methods_of_tensors_by_names_that_modules_have() -> None:
+    model, x = plain(Cast()), hostile_inputs()[0]
+    wanted = model(x)
+    assert close(torch_pi2.optimize(model, EXAMPLE, method="exact")(x), wanted)
+
+
 EXPERTS: dict[str, Callable[[Any, Any], Any]] = {
     "later tokens": lambda y, x: y * (torch.arange(len(x)) < 30)[:, None],
     "zero tokens": lambda y, x: y + (x.abs().sum(-1, keepdim=True) == 0),

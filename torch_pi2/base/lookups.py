@@ -103,6 +103,8 @@ class Lookups:
             if name in own and (id(value), name) not in self._found and name != "training":
                 self._follow(self._note(value, name), names)
             elif not isinstance(value, type | types.ModuleType) and hasattr(type(value), name):
+                if getattr(type(value), name) is getattr(nn.Module, name, _MISSING):
+                    continue  # every module has it: ``to`` in the code may be a tensor's
                 constant = isinstance(getattr(type(value), name), _PLAIN)
                 self._read(self._note(value if constant else type(value), name), value)
 
