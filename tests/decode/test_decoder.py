@@ -325,6 +325,14 @@ def test_models_whose_cache_cannot_be_static() -> None:
             Decoder(model, max_tokens=16)
     with pytest.raises(UnsupportedModelError, match=r"found attention with linear biases \(ALiBi\)"):
         Decoder(tiny("falcon-bias"), max_tokens=16)
+    roberta = transformers.RobertaConfig(**small, num_attention_heads=2, intermediate_size=32, is_decoder=True)
+    with pytest.raises(UnsupportedModelError, match="found positions that its code derives from the ids"):
+        Decoder(transformers.RobertaForCausalLM(roberta).eval(), max_tokens=16)
+    windows = {"attention_types": [[["global", "local"], 1]], "window_size": 12, "num_heads": 2, "num_layers": 2}
+    neo = transformers.GPTNeoForCausalLM(transformers.GPTNeoConfig(vocab_size=VOCAB, hidden_size=32, **windows)).eval()
+    Decoder(neo, max_tokens=12)
+    with pytest.raises(UnsupportedModelError, match="windows of 12 tokens that end with the cache"):
+        Decoder(neo, max_tokens=16)
     mamba = transformers.MambaForCausalLM(transformers.MambaConfig(**small, state_size=4))
     with pytest.raises(
         UnsupportedModelError, match="layer 0: expected keys and values of plain attention, found Linear"

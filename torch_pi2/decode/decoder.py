@@ -463,7 +463,7 @@ class Decoder:
                 "decoding step",
                 expected=f"[{self.batch}, 1] and fewer than {self.max_tokens} tokens before it",
                 found=f"{list(next_B1.shape)} after {self.length} tokens",
-                fix="Make a Decoder with more max_tokens, or for this batch.",
+                fix="Ask for fewer tokens, or make a Decoder with more max_tokens, or for this batch.",
             )
         return self._feed(next_B1)
 

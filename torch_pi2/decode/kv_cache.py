@@ -241,6 +241,20 @@ def static_cache(model: nn.Module, max_tokens: int) -> Any:
             found="attention with linear biases (ALiBi), which it computes for the tokens that there are",
             fix="Use model.generate.",
         )
+    from_ids = any(
+        hasattr(p, "create_position_ids_from_input_ids") and "position_embeddings" in p._modules
+        for p in model.modules()
+    )
+    window = config.window_size if "local" in getattr(config, "attention_layers", ()) else max_tokens
+    if from_ids or window < max_tokens:
+        raise UnsupportedModelError(
+            type(model).__name__,
+            expected="positions that count from 0, and windows of the last tokens",
+            found="positions that its code derives from the ids (RoBERTa)"
+            if from_ids
+            else f"windows of {window} tokens that end with the cache, not with the last token (GPT-Neo)",
+            fix="Use model.generate.",
+        )
     cache = StaticCache(config=config, max_cache_len=max_tokens)
     for i, layer in enumerate(cache.layers):
         if type(layer) is not StaticLayer and isinstance(layer, StaticLayer) and layer.is_sliding:
