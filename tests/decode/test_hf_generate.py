@@ -322,3 +322,16 @@ def test_one_decoder_for_both_ways(model: Any, monkeypatch: pytest.MonkeyPatch) 
         assert torch_pi2.generate(model, IDS, max_new_tokens=20, num_return_sequences=3).sequences == [wanted] * 3
     assert model.generate(IDS, **HOW)[0, 5:].tolist() == wanted
     assert made == [1, 3]
+
+
+class _Forced(transformers.LogitsProcessor):
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores = scores.clone()
+        scores[:, 7] = float("inf")
+        return scores
+
+
+def test_processors_may_set_infinity() -> None:
+    model = torch_pi2.optimize(tiny("llama-relu"))
+    found = model.generate(IDS, max_new_tokens=3, do_sample=False, logits_processor=LogitsProcessorList([_Forced()]))
+    assert found[0, -3:].tolist() == [7, 7, 7]

@@ -273,7 +273,7 @@ class Decoder:
                 "prompt",
                 expected=f"[{rows}, 1 to {self.max_tokens}]",
                 found=str(list(ids_BT.shape)),
-                fix="Make a Decoder for this batch and length.",
+                fix="Shorten it, or make a Decoder for this batch and length.",
             )
         if known and not (len(self.lengths) == batch == 1 and 0 < known <= self.length and known < tokens):
             raise ShapeError(

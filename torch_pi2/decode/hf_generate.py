@@ -108,7 +108,7 @@ def _install(kind: Any) -> None:
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         actual: Any = type(self)
         if ATTRIBUTE in vars(self) and len(args) < 3:
-            kwargs["logits_processor"] = [*(kwargs.get("logits_processor") or ()), _finite]
+            kwargs["logits_processor"] = [_finite, *(kwargs.get("logits_processor") or ())]  # theirs may set infinity
         ours = ATTRIBUTE in vars(self) and not hasattr(actual, "_stepping_for")
         if ours and all(kwargs.get(name) is None for name in ("custom_generate", *_CACHES)) and _is_plain(self):
             own = object.__new__(_stepping(actual))
