@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from torch_pi2.base.tensorfile import Spec
-from torch_pi2.errors import UnsupportedModelError
+from torch_pi2.errors import ArtifactError, UnsupportedModelError
 from torch_pi2.store.source import Checkpoint
 
 _log = logging.getLogger("torch_pi2")
@@ -99,6 +99,17 @@ class _Converted:
         try:
             made = converter.convert(self._first, model=self._model, config=self._model.config)
         except Exception as error:  # operations raise anything
+            for parts in self._parts.values():
+                shapes = [list(reader.spec(own).shape) for reader, own in parts]
+                usual = max(shapes, key=shapes.count)
+                for (reader, own), shape in zip(parts, shapes):
+                    if shape != usual:
+                        raise ArtifactError(
+                            own,
+                            expected=f"{usual}, as others of {self._first}",
+                            found=str(shape),
+                            fix="Get the checkpoint again.",
+                        ) from None
             raise UnsupportedModelError(
                 f"{self._first}, which transformers makes of other tensors",
                 expected="an operation that needs no more than their shapes to say its result's",
