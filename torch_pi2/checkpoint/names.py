@@ -102,7 +102,7 @@ class _Converted:
             for parts in self._parts.values():
                 shapes = [list(reader.spec(own).shape) for reader, own in parts]
                 usual = max(shapes, key=shapes.count)
-                for (reader, own), shape in zip(parts, shapes):
+                for (_, own), shape in zip(parts, shapes):
                     if shape != usual:
                         raise ArtifactError(
                             own,
