@@ -142,6 +142,13 @@ def test_what_is_hidden_is_left_out_of_text_that_was_held_back() -> None:
     assert "".join([stream.add(token) for token in ids] + [stream.end()]) == " one two é"
 
 
+def test_the_space_after_a_hidden_token_is_kept() -> None:
+    raw = Tokenizer(models.WordLevel({"<e>": 0, "one": 1, "two": 2}, unk_token="<e>"))
+    raw.add_special_tokens(["<e>"])
+    stream = TextStream(PreTrainedTokenizerFast(tokenizer_object=raw))
+    assert "".join([stream.add(token) for token in (1, 0, 2, 0, 0, 1)] + [stream.end()]) == "one two one"
+
+
 @pytest.mark.parametrize("more", [-2, 0, 50])
 def test_a_tokenizer_and_a_model_of_other_sizes(serve: Any, more: int) -> None:
     tokenizer = tokenizer_of(pad=True)

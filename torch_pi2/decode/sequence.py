@@ -241,7 +241,7 @@ class TextStream:
         self._ids.append(token)
         # a token's text depends on the tokens before it (spaces); an incomplete character decodes to U+FFFD
         text = self._new()
-        if not text.endswith("\ufffd"):
+        if text and not text.endswith("\ufffd"):  # without text, decoders would strip the next space as the first
             self._from, self._to = self._to, len(self._ids)
             text = self._stops.add(text)
         else:
