@@ -128,11 +128,7 @@ def profile(
 
 
 def _profile(
-    model: nn.Module,
-    data: list[Batch],
-    sites: list[FFNSite],
-    config: Config,
-    progress: bool,
+    model: nn.Module, data: list[Batch], sites: list[FFNSite], config: Config, progress: bool
 ) -> ActivationStats:
     settings: dict[str, Any] = {"batch_size": config.batch_size, "seq_len": config.seq_len, "progress": progress}
     dense = [site for site in sites if not exact_zeros(site.activation)]

@@ -26,12 +26,7 @@ def format_name(weights: str, dtype: torch.dtype) -> str:
 def check_computed(what: str, dtype: torch.dtype) -> None:
     """Raises DtypeError: no kernel computes in ``dtype``."""
     if dtype not in DTYPES.values():
-        raise DtypeError(
-            what,
-            expected=" or ".join(DTYPES),
-            found=dtype_name(dtype),
-            fix="Choose one of these.",
-        )
+        raise DtypeError(what, expected=" or ".join(DTYPES), found=dtype_name(dtype), fix="Choose one of these.")
 
 
 def stands_for_another(tensor: torch.Tensor) -> str:

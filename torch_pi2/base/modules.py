@@ -48,12 +48,7 @@ def fresh_settings() -> Iterator[None]:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    with (
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.autocast("cpu", enabled=False),
-        _on_cpu(),
-    ):
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False), _on_cpu():
         try:
             torch.set_default_dtype(torch.float32)
             torch.set_float32_matmul_precision("highest")

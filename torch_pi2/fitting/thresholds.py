@@ -136,13 +136,7 @@ class _Score:
     """One kind of score, measured on ``data``."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        data: list[Batch],
-        sites: Sequence[FFNSite],
-        score: str,
-        config: Config,
-        progress: bool,
+        self, model: nn.Module, data: list[Batch], sites: Sequence[FFNSite], score: str, config: Config, progress: bool
     ) -> None:
         self.sites = [read_first(site, score) for site in sites]
         self.scales = score_scales(model, data, self.sites, score, progress=progress)
@@ -168,11 +162,7 @@ def _score_names(config: Config, sites: Sequence[FFNSite]) -> tuple[str, ...]:
 
 
 def _errors(
-    model: nn.Module,
-    data: list[Batch],
-    sites: Sequence[FFNSite],
-    cuts: Sequence[Cuts],
-    progress: bool,
+    model: nn.Module, data: list[Batch], sites: Sequence[FFNSite], cuts: Sequence[Cuts], progress: bool
 ) -> dict[str, torch.Tensor]:
     """Site key -> squared error of its outputs on ``data`` with each of ``cuts``, float64 ``[len(cuts)]``."""
     errors = {site.key: torch.zeros(len(cuts), dtype=torch.float64) for site in sites}
@@ -207,13 +197,7 @@ class Scored:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        data: list[Batch],
-        sites: Sequence[FFNSite],
-        config: Config,
-        *,
-        progress: bool = False,
+        self, model: nn.Module, data: list[Batch], sites: Sequence[FFNSite], config: Config, *, progress: bool = False
     ) -> None:
         self.model = model
         self._scores = [_Score(model, data, sites, name, config, progress) for name in _score_names(config, sites)]
@@ -282,12 +266,7 @@ class Scored:
 
 
 def choose_thresholds(
-    model: nn.Module,
-    data: list[Batch],
-    sites: Sequence[FFNSite],
-    config: Config,
-    *,
-    progress: bool = False,
+    model: nn.Module, data: list[Batch], sites: Sequence[FFNSite], config: Config, *, progress: bool = False
 ) -> Thresholds:
     """Thresholds of ``sites``, whose activations have no exact zeros, by ``score``, ``sparsity`` or ``max_loss``.
 
@@ -328,11 +307,7 @@ def _check_next_token_logits(model: nn.Module, batch: Batch, config: Config) -> 
 
 
 def _largest_share(
-    scored: Scored,
-    held_out: list[Batch],
-    config: Config,
-    max_loss: float,
-    progress: bool,
+    scored: Scored, held_out: list[Batch], config: Config, max_loss: float, progress: bool
 ) -> tuple[LossCurve, float]:
     """The loss curve on ``held_out``, and the largest share that raises the loss by at most ``max_loss``."""
     model, points = scored.model, dict[float, tuple[float, float]]()

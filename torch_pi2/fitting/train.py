@@ -25,12 +25,7 @@ P = TypeVar("P", bound=Predictor)
 
 
 def train_matrices(
-    samples: Samples,
-    *,
-    rank: int,
-    neurons: torch.Tensor | None = None,
-    steps: int = 800,
-    seed: int = 0,
+    samples: Samples, *, rank: int, neurons: torch.Tensor | None = None, steps: int = 800, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Fit ``b relu(a x) + bias`` to which neurons fire.
 

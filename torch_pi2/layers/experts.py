@@ -35,10 +35,7 @@ from torch_pi2.types.site import FFNSite
 #: Buffers whose dtype does not follow the model's, and buffers of an expert's layer that are stacked.
 _EXACT = ("predictor_a_scale", "predictor_b_scale", "predictor_bias", "cuts_E", "thresholds_E")
 _BIASES = ("bias_gate", "bias_up", "bias_down")
-_STACKED = (
-    *("neuron_rows", "order", "inverse", *_BIASES),
-    *(f"predictor_{name}" for name in LAYER_TENSORS),
-)
+_STACKED = (*("neuron_rows", "order", "inverse", *_BIASES), *(f"predictor_{name}" for name in LAYER_TENSORS))
 
 
 class SparseExperts(nn.Module):

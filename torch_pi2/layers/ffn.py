@@ -14,14 +14,7 @@ from torch_pi2.base.lookups import Lookups
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import FLOAT, PAIRS, neuron_shape
 from torch_pi2.layers.checks import check_ffn_input, check_method, needs_eval, result_dtype
-from torch_pi2.layers.gpu import (
-    HybridFFN,
-    TransferBuffer,
-    check_gpu_has_kernels,
-    check_together,
-    stays,
-    stays_as_it_is,
-)
+from torch_pi2.layers.gpu import HybridFFN, TransferBuffer, check_gpu_has_kernels, check_together, stays, stays_as_it_is
 from torch_pi2.layers.prompt import decoded_together, has_tiles, prompt_ffn, skips_predictor, takes_prompt_path
 from torch_pi2.layers.rows import DenseForm, convert, make_quantized_rows, make_rows, permuted
 from torch_pi2.layers.sequence import FusedOutput, only_input

@@ -310,9 +310,7 @@ def _form(site: FFNSite) -> tuple[Any, ...]:
 
 
 def _check_plan(
-    plan: Plan,
-    chosen: Sequence[tuple[GraphLayer, list[LayerPlan] | None]],
-    tensors: Mapping[fx.Node, torch.Tensor],
+    plan: Plan, chosen: Sequence[tuple[GraphLayer, list[LayerPlan] | None]], tensors: Mapping[fx.Node, torch.Tensor]
 ) -> None:
     """Compare the hash of the weights if the graph has the whole model; shapes were compared before."""
     by_name: dict[str, torch.Tensor] = {}

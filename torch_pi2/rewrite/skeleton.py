@@ -145,10 +145,7 @@ def places(model: nn.Module) -> list[list[str]]:
     """All names of each parameter and buffer in a checkpoint of ``model``, one list per tensor."""
     kept = set(model.state_dict(keep_vars=True))
     by_tensor: dict[int, list[str]] = {}
-    for name, tensor in (
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ):
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
         if name in kept:
             by_tensor.setdefault(id(tensor), []).append(name)
     return list(by_tensor.values())
