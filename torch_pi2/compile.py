@@ -275,13 +275,11 @@ def _merge(gm: fx.GraphModule, group: Sequence[_Linear], tensors: Mapping[fx.Nod
         merged.meta["example_value"] = first.node.meta["example_value"].new_empty(shape)
         pieces = gm.graph.call_function(torch.split, (merged, sizes, -1))
         pieces.meta["example_value"] = torch.split(merged.meta["example_value"], sizes, -1)
-        results = []
         for i, linear in enumerate(group):
             result = gm.graph.call_function(operator.getitem, (pieces, i))
             result.meta = dict(linear.node.meta)
-            results.append(result)
-    for linear, result in zip(group, results):
-        linear.node.replace_all_uses_with(result)
+            linear.node.replace_all_uses_with(result)
+    for linear in group:
         gm.graph.erase_node(linear.node)
     return extra
 

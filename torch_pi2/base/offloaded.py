@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -26,17 +25,8 @@ from torch_pi2.errors import ConfigError
 
 #: Properties and methods of a tensor that need no values.
 _PROPERTIES = {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad_fn", "grad"}
-_QUERIES = {
-    "dim",
-    "size",
-    "numel",
-    "nelement",
-    "ndimension",
-    "element_size",
-    "is_floating_point",
-    "is_complex",
-    "__len__",
-}
+_QUERIES = {"dim", "size", "numel", "nelement", "ndimension", "element_size", "is_floating_point", "is_complex"}
+_QUERIES |= {"__len__"}
 #: Further methods of an offloaded parameter: about autograd, or about the object itself.
 _OFFLOADED_QUERIES = {"requires_grad_", "untyped_storage", "get_device", "is_shared", "is_pinned", "is_contiguous"}
 _FIX = "Call torch_pi2.restore(model) first, or use model.state_dict() and model.load_state_dict()."
@@ -272,19 +262,6 @@ def apply_without_offloaded(module: nn.Module, fn: Any, recurse: bool = True) ->
     return module
 
 
-@contextmanager
-def _dense(module: nn.Module) -> Iterator[GuardedParameters]:
-    """During the block ``module`` has ordinary parameters with their values."""
-    guarded = module._parameters
-    assert isinstance(guarded, GuardedParameters)
-    freed = [name for name, p in dict.items(guarded) if isinstance(p, OffloadedParameter)]
-    take_back(module)
-    try:
-        yield guarded
-    finally:
-        offload(module, guarded.names, guarded.owner, freed)
-
-
 def _save_to_state_dict(module: Any, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
     """Save a twin that has the values, since other threads may run or save ``module`` meanwhile."""
     guarded, twin = module._parameters, object.__new__(type(module))
@@ -309,10 +286,14 @@ def _load_from_state_dict(module: Any, state_dict: Mapping[str, Any], prefix: st
             fix="Call torch_pi2.restore(model) first.",
         )
     guarded.owner.check_float(f"other weights for {prefix.rstrip('.')}")
-    with _dense(module):
+    freed = [name for name, p in dict.items(guarded) if isinstance(p, OffloadedParameter)]
+    take_back(module)
+    try:
         type(module)._load_from_state_dict(module, state_dict, prefix, *args)
         for name, of_site in guarded.names.items():
             guarded.owner.load_value(of_site, module._parameters[name].detach())
+    finally:
+        offload(module, guarded.names, guarded.owner, freed)
 
 
 #: Attribute of a module whose values are in several sparse layers, of which ``owner`` is the last.

@@ -49,14 +49,13 @@ def open_file(path: str | Path, expected: str = "a file", fix: str = "Check the 
     return file
 
 
-def read_bytes(
-    path: str | Path, expected: str = "a file", fix: str = "Check the folder's name.", *, most: int = MOST_BYTES
-) -> bytes:
-    """The content of a regular file of at most ``most`` bytes. Raises ArtifactError."""
+def read_bytes(path: str | Path, expected: str = "a file", fix: str = "Check the folder's name.") -> bytes:
+    """The content of a regular file of at most ``MOST_BYTES``. Raises ArtifactError."""
     with open(open_file(path, expected, fix), "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        if size > most:
-            raise ArtifactError(str(path), expected=f"{expected} of at most {most} bytes", found=f"{size}", fix=fix)
+        if size > MOST_BYTES:
+            expected = f"{expected} of at most {MOST_BYTES} bytes"
+            raise ArtifactError(str(path), expected=expected, found=f"{size}", fix=fix)
         try:
             return file.read()
         except OSError as error:
@@ -91,11 +90,8 @@ def parse(
         value = json.loads(text, object_pairs_hook=_without_repeats if unique else None)
         if not _is_flat(value):
             raise RecursionError
-    except RecursionError as error:
-        reason = f"lists or objects more than {MOST_DEPTH} deep"
-        raise ArtifactError(str(where), expected=expected, found=f"damage ({reason})", fix=fix) from error
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are such
-        reason = str(error)
+    except (RecursionError, ValueError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+        reason = str(error) if isinstance(error, ValueError) else f"lists or objects more than {MOST_DEPTH} deep"
         if reason.startswith("Exceeds the limit"):
             reason = "a whole number of thousands of digits"
         raise ArtifactError(str(where), expected=expected, found=f"damage ({reason})", fix=fix) from error

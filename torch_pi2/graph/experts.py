@@ -25,7 +25,7 @@ from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.graph.activation import identify
 from torch_pi2.graph.operations import BranchCoverage, same_tokens, token_magnitudes
 from torch_pi2.ops.activations import cuts
-from torch_pi2.types.site import ExpertsForm, FFNSite, Formula, LinearRef, dense_reference
+from torch_pi2.types.site import ExpertsForm, FFNSite, FFNWeights, Formula, LinearRef, dense_reference
 
 _GATE_UP, _UP, _DOWN = "gate_up_proj", "up_proj", "down_proj"
 #: Accepted names of each argument of experts.
@@ -276,13 +276,25 @@ def probe_experts(model: Any, sites: Sequence[FFNSite], tokens: int | None = Non
     mixed = torch.randperm(count, generator=generator)
     index_TK = mixed[torch.arange(tokens * choices).reshape(tokens, choices) % count]
     routing_TK = (torch.rand((tokens, choices), generator=generator) + 0.1).to(dtype)
-    y_TH = torch.zeros((tokens, first.hidden))
-    for expert, site in enumerate(sites):
+    y_TH = dense_experts(sites, (site.weights(model) for site in sites), x_TH, index_TK, routing_TK)
+    return (x_TH, index_TK, routing_TK), y_TH.to(dtype)
+
+
+def dense_experts(
+    sites: Sequence[FFNSite],
+    weights: Iterable[FFNWeights],
+    x_TH: torch.Tensor,
+    index_TK: torch.Tensor,
+    routing_TK: torch.Tensor,
+) -> torch.Tensor:
+    """float32 ``[T, H]``: the result of a module of experts, from the weights of each."""
+    y_TH = torch.zeros_like(x_TH, dtype=torch.float32)
+    for expert, (site, own) in enumerate(zip(sites, weights, strict=True)):
         where_T, which_T = torch.where(index_TK == expert)
         if len(where_T):
-            made = dense_reference(site, site.weights(model), x_TH[where_T]).float()
+            made = dense_reference(site, own, x_TH[where_T]).float()
             y_TH.index_add_(0, where_T, made * routing_TK[where_T, which_T, None].float())
-    return (x_TH, index_TK, routing_TK), y_TH.to(dtype)
+    return y_TH
 
 
 def _probe_sorted(model: Any, sites: Sequence[FFNSite], experts: int, rows: int) -> ExpertsProbe:

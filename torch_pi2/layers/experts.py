@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -332,31 +333,14 @@ class OffloadedExperts(InStore, SparseExperts):
         def floats(vector: torch.Tensor | None) -> torch.Tensor | None:
             return None if vector is None else vector.float().contiguous()
 
-        torch.ops.pi2.store_early_routing(
-            self.store.number,
-            before.first_layer,
-            self.first_layer,
-            len(self.sites),
-            router.weight.contiguous(),
-            floats(router.bias),
-            floats(router.correction),
-            router.chosen,
-            *self._predicted(self.cuts),
-        )
+        stored = self.store.number, before.first_layer, self.first_layer, len(self.sites)
+        routed = router.weight.contiguous(), floats(router.bias), floats(router.correction), router.chosen
+        torch.ops.pi2.store_early_routing(*stored, *routed, *self._predicted(self.cuts))
 
     def compute(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
-        return self.read(
-            torch.ops.pi2.stored_experts,
-            x,
-            index,
-            routing,
-            self.store.number,
-            self.first_layer,
-            len(self.sites),
-            *self.asked(self.cuts, self.thresholds),
-            self.int8_activations,
-            *self.biases(),
-        )
+        routed, stored = (x, index, routing), (self.store.number, self.first_layer, len(self.sites))
+        asked = self.asked(self.cuts, self.thresholds)
+        return self.read(torch.ops.pi2.stored_experts, *routed, *stored, *asked, self.int8_activations, *self.biases())
 
 
 def _check_alike(part: SparseFFN, first: SparseFFN) -> None:
@@ -388,13 +372,8 @@ def expert_groups(layers: Sequence[Any]) -> list[list[Any]]:
 
     Raises ArtifactError if the experts of a module are incomplete or out of order.
     """
-    groups: list[list[Any]] = []
-    for layer in layers:
-        module = layer.site.experts
-        if module is not None and groups and groups[-1][0].site.experts == module:
-            groups[-1].append(layer)
-        else:
-            groups.append([layer])
+    alone = groupby(layers, lambda layer: id(layer) if layer.site.experts is None else layer.site.experts)
+    groups = [list(group) for _, group in alone]
     seen: set[str] = set()
     for group in groups:
         module, numbers = group[0].site.experts, [layer.site.up.expert for layer in group]

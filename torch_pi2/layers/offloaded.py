@@ -8,7 +8,6 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +77,9 @@ class Store:
         self.device = None if self.config.device is None else find_device(self.config.device)
         self.number = self._open(cache_bytes)
         open_stores[self.number] = self
+        self._sizes = [(int(n), int(h), int(r)) for n, h, r, *_ in torch.ops.pi2.store_layers(self.number).tolist()]
         #: Number of first neurons computed elsewhere, by layer (:meth:`leave_out`).
-        self.left_out = [0] * len(self.layers())
+        self.left_out = [0] * len(self._sizes)
         self._close = weakref.finalize(self, _close, self.number)
 
     def _hot_share(self, cache_bytes: int) -> float:
@@ -263,10 +263,6 @@ class Store:
     def layers(self) -> list[tuple[int, int, int]]:
         """(neurons, hidden size, rows per neuron) of each layer."""
         return list(self._sizes)
-
-    @cached_property
-    def _sizes(self) -> list[tuple[int, int, int]]:
-        return [(int(n), int(h), int(r)) for n, h, r, *_ in torch.ops.pi2.store_layers(self.number).tolist()]
 
     def describe(self) -> str:
         """Engine and mode of reads: ``pread, direct``, or ``simulated ufs-4.0 over pread, direct``."""
@@ -460,24 +456,10 @@ class OffloadedFFN(InStore, SparseFFN):
         bias_down: torch.Tensor | None,
         parts: int,
     ) -> torch.Tensor:
-        return self.read(
-            torch.ops.pi2.stored_ffn,
-            x,
-            self.store.number,
-            self.store_layer,
-            self.bias_gate,
-            self.bias_up,
-            bias_down,
-            *asked,
-            self.site.activation,
-            self.site.activation_on_up,
-            n_hot,
-            threshold,
-            self.int8_activations,
-            self.first,
-            self.thresholds,
-            parts,
-        )
+        neurons = self.store.number, self.store_layer, self.bias_gate, self.bias_up, bias_down
+        form = self.site.activation, self.site.activation_on_up
+        settings = n_hot, threshold, self.int8_activations, self.first, self.thresholds, parts
+        return self.read(torch.ops.pi2.stored_ffn, x, *neurons, *asked, *form, *settings)
 
     def projection(self, role: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         raise self._not_in_memory(f"the weights of {self.site.key}")

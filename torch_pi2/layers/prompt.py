@@ -40,13 +40,8 @@ _SLICE = 1024
 
 
 class _CallMode(threading.local):
-    """Context of the layers' calls in this thread, which the model cannot pass as arguments.
-
-    Attributes:
-        prompt_tokens: length of the prompt that calls are chunks of: they are computed as the whole would be. 0: no
-            prompt.
-        sparse_only: layers work as in decoding, whatever the number of tokens.
-        single_steps: the tokens of a call are steps of one sequence, each with the bits of a call of its own.
+    """Context of the layers' calls in this thread, which the model cannot pass as arguments: see the functions that
+    set it. ``prompt_tokens`` 0: no prompt.
     """
 
     prompt_tokens = 0

@@ -164,21 +164,15 @@ def make_sparse(
 
 
 def _of_match(match: Match) -> GraphLayer:
-    parameters = _parameter_nodes(match)
+    parameters: dict[str, fx.Node] = {}  # under names independent of the graph; a fused one has the first role's
+    for role, projection in zip(("gate", "up", "down") if match.gate else ("up", "down"), match.projections):
+        if projection.weight not in parameters.values():
+            parameters[f"{role}.weight"] = projection.weight
+        if projection.bias is not None and projection.bias not in parameters.values():
+            parameters[f"{role}.bias"] = projection.bias
     name, name_of = _name(match.down.weight), {node: name for name, node in parameters.items()}
     site = match.site(name_of.__getitem__, key=name.rpartition(".")[0], layer=0, owner="")
     return GraphLayer(name, [site], parameters, [match.x], [*match.inside, *match.down.nodes], match.down.node)
-
-
-def _parameter_nodes(match: Match) -> dict[str, fx.Node]:
-    """Parameters of a match under names independent of the graph; a fused one has the first role's name."""
-    found: dict[str, fx.Node] = {}
-    for role, projection in zip(("gate", "up", "down") if match.gate else ("up", "down"), match.projections):
-        if projection.weight not in found.values():
-            found[f"{role}.weight"] = projection.weight
-        if projection.bias is not None and projection.bias not in found.values():
-            found[f"{role}.bias"] = projection.bias
-    return found
 
 
 def _pack(

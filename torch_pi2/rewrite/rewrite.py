@@ -45,7 +45,7 @@ from torch_pi2.rewrite.trial import changed_by
 from torch_pi2.types.config import Config
 from torch_pi2.types.method import Method
 from torch_pi2.types.plan import LayerPlan, Plan
-from torch_pi2.types.site import check_weights, dense_reference
+from torch_pi2.types.site import FFNSite, check_weights, dense_reference
 
 _log = logging.getLogger("torch_pi2")
 
@@ -251,25 +251,27 @@ def apply(
     strategies: Mapping[str, str] | None = None,
 ) -> nn.Module:
     """Rewrite ``model`` as ``parts`` and ``config`` say, and attach ``parts``. ``strategies``: see :func:`rewrite`."""
-    config = config or Config()
-    if config.weights == "float":
-        rewrite(model, parts.plan, parts.predictors, progress=progress, strategies=strategies)
-    else:
-        _apply_quantised(model, parts, progress, config, data, strategies)
+    config, storage, linears = config or Config(), Storage(), dict[str, nn.Linear]()
+    if config.weights != "float":
+        storage, linears = _storage(model, [layer.site for layer in parts.plan.layers], progress, config, data)
+    rewrite(model, parts.plan, parts.predictors, progress=progress, storage=storage, strategies=strategies)
+    if storage.quantised:
+        try:
+            for layer in sparse_layers(model):
+                parts.quantization[layer.site.key] = LayerError(layer.error, layer.output_error)
+            parts.quantization |= quantize_linears(model, linears, storage, progress=progress)
+        except BaseException as error:  # includes interruption
+            abandon(model, error)
+            raise
         parts.weights = config.weights
     parts.attach(model)
     return model
 
 
-def _apply_quantised(
-    model: nn.Module,
-    parts: SparseState,
-    progress: bool,
-    config: Config,
-    data: list[Batch] | None,
-    strategies: Mapping[str, str] | None,
-) -> None:
-    sites = [layer.site for layer in parts.plan.layers]
+def _storage(
+    model: nn.Module, sites: list[FFNSite], progress: bool, config: Config, data: list[Batch] | None
+) -> tuple[Storage, dict[str, nn.Linear]]:
+    """How ``config`` stores weights, and the linear layers to quantise, all checked."""
     weighted = config.quantization == "weighted"
     if config.quantization != "rtn" and not data:
         raise CalibrationError(
@@ -292,11 +294,4 @@ def _apply_quantised(
         warn_rounded(left)
     storage = Storage(config.weights, config.activations == "int8", inputs, weighted, rows)
     check_linears(linears, config.weights, storage)  # before anything is replaced
-    rewrite(model, parts.plan, parts.predictors, progress=progress, storage=storage, strategies=strategies)
-    try:
-        for layer in sparse_layers(model):
-            parts.quantization[layer.site.key] = LayerError(layer.error, layer.output_error)
-        parts.quantization |= quantize_linears(model, linears, storage, progress=progress)
-    except BaseException as error:  # includes interruption
-        abandon(model, error)
-        raise
+    return storage, linears

@@ -166,7 +166,7 @@ def _by_sequence(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequen
         return "sequential: gate and up are separate"
     names = [*sources, *site.inner, _module_name(site.down.weight)]
     modules = [model.get_submodule(name) for name in names]
-    if shared := [name for name, module in zip(names, modules) if _registrations(model, module) > 1]:
+    if shared := [name for name in names if len(_holders(model, name)) > 1]:
         return f"sequential: {shared[0]} is a part of other modules, too"
     more = _more_than(site, model, dict(zip(names, modules)))
     if more:
@@ -188,20 +188,19 @@ def _by_sequence(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequen
         problem = _tried(run, probes, *modules) or _follow(run, probes, site, *modules)
     if problem:
         return f"sequential: {' -> '.join(names)} {problem}"
-    overrides = [Override(modules[0], getattr(ffn, "forward_fused", None))]
-    for position, module in enumerate(modules[1:], 1):
-        overrides.append(Override(module, FusedIdentity(site, position, position == len(modules) - 1).forward))
-    return overrides
+    last = len(modules) - 1
+    others = [Override(m, FusedIdentity(site, i, i == last).forward) for i, m in enumerate(modules[1:], 1)]
+    return [Override(modules[0], getattr(ffn, "forward_fused", None)), *others]
 
 
 def _by_lazy_tensors(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[Probe]) -> list[Override] | str:
     if cuts(site.activation):
         return "lazy: its cut is of all gates together"
-    if shared := _shared(model, site):
-        return f"lazy: {shared}"
+    by_module = {_module_name(ref.weight): ref for ref in site.refs.values()}
+    if shared := [name for name in by_module if len(set(_holders(model, name))) > 1]:
+        return f"lazy: {shared[0]} is a part of other modules, too"
     sources: dict[str, list[str]] = {}
     refs = [("gate", site.gate), ("up", site.up)]
-    by_module = {_module_name(ref.weight): ref for ref in site.refs.values()}
     for role, ref in sorted(refs, key=lambda item: item[1].rows or (0, 0) if item[1] else (0, 0)):
         if ref is not None:
             sources.setdefault(_module_name(ref.weight), []).append(role)
@@ -269,17 +268,10 @@ def no_strategy(site: FFNSite, reasons: Sequence[str]) -> UnsupportedModelError:
     )
 
 
-def _registrations(model: nn.Module, module: nn.Module) -> int:
-    return sum(child is module for parent in model.modules() for child in parent._modules.values())
-
-
-def _shared(model: nn.Module, site: FFNSite) -> str | None:
-    """Message about a linear layer of ``site`` that several modules share: it has only one forward."""
-    for ref in site.refs.values():
-        linear = model.get_submodule(_module_name(ref.weight))
-        if sum(linear in parent._modules.values() for parent in model.modules()) > 1:
-            return f"{_module_name(ref.weight)} is a part of other modules, too"
-    return None
+def _holders(model: nn.Module, name: str) -> list[nn.Module]:
+    """Modules that hold the module ``name``, which has only one forward, once for each of its names there."""
+    module = model.get_submodule(name)
+    return [parent for parent in model.modules() for child in parent._modules.values() if child is module]
 
 
 def _runs_to(call: Any, probes: Sequence[Probe]) -> str | None:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torch_pi2.base.modules import evaluating, other_forwards
 from torch_pi2.base.offloaded import OffloadedParameter
+from torch_pi2.graph.experts import dense_experts
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.rewrite.install import Override, reachable
@@ -52,12 +53,7 @@ class _DenseExperts(SparseExperts):
     weights_now: list[FFNWeights]
 
     def compute(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
-        y_TH = torch.zeros_like(x, dtype=torch.float32)
-        for expert, (site, weights) in enumerate(zip(self.sites, self.weights_now)):
-            where_T, which_T = torch.where(index == expert)
-            made = dense_reference(site, weights, x[where_T]).float() * routing[where_T, which_T, None].float()
-            y_TH.index_add_(0, where_T, made)
-        return y_TH
+        return dense_experts(self.sites, self.weights_now, x, index, routing)
 
 
 def changed_by(
@@ -114,10 +110,8 @@ def _overrides(model: nn.Module, group: Group, strategies: Mapping[str, str]) ->
     site = group[0].site
     weights = [layer.site.weights(model) for layer in group]
     parts = [_Dense.empty(layer.site, layer, "float", dtype=own.up.dtype) for layer, own in zip(group, weights)]
-    sparse: Any = parts[0]
-    if site.experts is not None:
-        sparse = _DenseExperts(parts, len(parts)).eval()
-    sparse.weights_now = weights if site.experts is not None else weights[0]
+    sparse: Any = parts[0] if site.experts is None else _DenseExperts(parts, len(parts)).eval()
+    sparse.weights_now = weights[0] if site.experts is None else weights
     return find_strategy(model, group, sparse, [strategies[site.key]], tried=0)[1]
 
 
