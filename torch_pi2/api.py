@@ -248,19 +248,8 @@ def _fit(
     if n_tokens < _FIT_TOKENS:
         _log.warning("predictors are fitted to %d tokens instead of %d, to bound memory", n_tokens, _FIT_TOKENS)
     if config.method in LAYER_FITS:
-        return fit_layers(
-            config.method,
-            model,
-            data,
-            sites,
-            stats,
-            cold=cold,
-            n_tokens=min(n_tokens, _LAYER_TOKENS),
-            target_recall=config.target_recall,
-            seed=config.seed,
-            work=work,
-            progress=progress,
-        )
+        settings = FitSettings(**vars(config), n_tokens=min(n_tokens, _LAYER_TOKENS))
+        return fit_layers(model, data, sites, stats, settings, cold=cold, work=work, progress=progress)
     weight_bits = FitSettings.weight_bits if config.weights == FLOAT else FORMATS[config.weights].bits_per_weight
     settings = FitSettings(**vars(config), n_tokens=n_tokens, weight_bits=weight_bits)
     return fit_predictors(model, data, sites, stats, settings, cold=cold, work=work, progress=progress)

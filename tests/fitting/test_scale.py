@@ -135,12 +135,17 @@ def test_signs_are_calibrated_from_files_too(profiled: Any, tmp_path: Path) -> N
     model, sites, stats = profiled
     cold = {s.key: torch.arange(s.intermediate) for s in sites}
     data = list(torch_pi2.profiling.batches(IDS))
-    in_memory = fit_layers("signbit", model, data, sites, stats, cold=cold, n_tokens=300)
+    in_memory = fit_layers(model, data, sites, stats, FitSettings(method="signbit", n_tokens=300), cold=cold)
     assert same(
-        in_memory, fit_layers("signbit", model, data, sites, stats, cold=cold, n_tokens=300, work=tmp_path / "work")
+        in_memory,
+        fit_layers(
+            model, data, sites, stats, FitSettings(method="signbit", n_tokens=300), cold=cold, work=tmp_path / "work"
+        ),
     )
     with pytest.raises(StaleArtifactError, match=r"another n_tokens \(300, now 200\)"):
-        fit_layers("signbit", model, data, sites, stats, cold=cold, n_tokens=200, work=tmp_path / "work")
+        fit_layers(
+            model, data, sites, stats, FitSettings(method="signbit", n_tokens=200), cold=cold, work=tmp_path / "work"
+        )
 
 
 def test_samples_in_files_are_those_in_memory(profiled: Any, tmp_path: Path) -> None:

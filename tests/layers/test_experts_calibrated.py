@@ -199,7 +199,9 @@ def test_an_expert_with_few_tokens_is_measured_on_those_of_its_block(
     wanted = logits(model, HELD)
     assert 0.001 < off(logits(sparse(model, sites, stats, THRESHOLD), HELD), wanted) < 0.2
     cold = {site.key: torch.arange(48) for site in sites}
-    predictors = fit_layers("signbit", model, list(batches(TEXT)), sites, stats, cold=cold, progress=False)
+    predictors = fit_layers(
+        model, list(batches(TEXT)), sites, stats, FitSettings(method="signbit"), cold=cold, progress=False
+    )
     assert predictors.keys() == cold.keys()
     found = logits(sparse(model, sites, stats, Config(method="signbit", sparsity=0.6), predictors), HELD)
     assert 0 < off(found, wanted) < 0.2

@@ -219,23 +219,20 @@ def _same_rank_for_experts(predictors: dict[str, LowRankRows], sites: Sequence[F
 
 @fresh_settings()
 def fit_layers(
-    method: str,
     model: nn.Module,
     data: Any,
     sites: Sequence[FFNSite],
     stats: ActivationStats,
+    settings: FitSettings,
     *,
     cold: Mapping[str, torch.Tensor],
-    n_tokens: int = 8192,
-    target_recall: float = 0.9,
-    seed: int = 0,
     work: Path | None = None,
     progress: bool = True,
 ) -> FittedPredictors:
     """Fit a predictor for each site, one by one, to the given recall.
 
     Args:
-        method: one of :data:`LAYER_FITS`. data: calibration batches. stats, work: as for :func:`fit`.
+        data: calibration batches. settings: its method is one of :data:`LAYER_FITS`. stats, work: as for :func:`fit`.
         cold: site key -> neurons to predict; sites without any get no predictor.
 
     Raises:
@@ -249,12 +246,13 @@ def fit_layers(
         return result
     cuts = {s.key: stats[s.key].cut for s in sites}
     made_from: dict[str, Any] = {"model": model_hash, "text": digest(data), "statistics": digest([cold, cuts])}
-    made_from |= {"method": str(method), "n_tokens": n_tokens, "target_recall": target_recall, "seed": seed}
-    how = {"seed": seed, "progress": progress}
+    made_from |= {name: getattr(settings, name) for name in ("method", "n_tokens", "target_recall", "seed")}
+    how = {"seed": settings.seed, "progress": progress}
     with work_folder(work, made_from):
-        samples = _samples(model, {"all": data}, {"all": n_tokens}, sites, cuts, work, how)["all"]
+        samples = _samples(model, {"all": data}, {"all": settings.n_tokens}, sites, cuts, work, how)["all"]
+        fit_one = LAYER_FITS[settings.method]
         for site in sites:
-            result[site.key] = LAYER_FITS[method](model, site, samples[site.key], cold[site.key], target_recall)
+            result[site.key] = fit_one(model, site, samples[site.key], cold[site.key], settings.target_recall)
     return result
 
 

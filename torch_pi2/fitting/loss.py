@@ -124,7 +124,4 @@ def mean_loss(
             found=f"{total} over {count} tokens",
             fix="Check the checkpoint and that sequences have at least two tokens.",
         )
-    if not isinstance(context, PredictedMaskMode):
-        return total / count, math.nan
-    kept, pairs = context.pairs
-    return total / count, 1 - kept / max(1, pairs)
+    return total / count, 1 - context.cold_share if isinstance(context, PredictedMaskMode) else math.nan

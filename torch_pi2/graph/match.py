@@ -20,7 +20,6 @@ from torch import fx
 
 from torch_pi2.graph.activation import identify
 from torch_pi2.graph.operations import CASTS, ELEMENTWISE, RESHAPES, is_in_place, op_name, uncast
-from torch_pi2.ops.activations import swapped
 from torch_pi2.types.site import FFNSite, Formula, LinearRef
 
 Tensors = Mapping[fx.Node, torch.Tensor]
@@ -102,11 +101,6 @@ class Match:
         """Gate, if there is one, up and down."""
         gate = [self.gate.projection] if self.gate else []
         return [*gate, self.up.projection, self.down]
-
-    def swapped(self) -> Match:
-        """As :meth:`FFNSite.swapped`."""
-        assert self.gate is not None
-        return replace(self, gate=self.up, up=self.gate, activation=swapped(self.activation))
 
     def site(self, name_of: Callable[[fx.Node], str], **where: Any) -> FFNSite:
         """The site of this FFN. ``name_of``: names of parameters; ``where``: fields that a graph does not give."""

@@ -296,11 +296,9 @@ class LazyDown:
 
     def _check(self, note: Note, found: Sequence[Leaf]) -> bool:
         streams = {leaf.source.stream: leaf for leaf in found}
-        literal = _has_reshape(note)
-        shapes = []
-        for _, leaf in sorted(streams.items()):
-            shape = leaf.shape
-            shapes.append(shape if literal or len(shape) < 2 else (*[1] * (len(shape) - 2), 4, shape[-1]))
+        shapes = [streams[stream].shape for stream in sorted(streams)]
+        if not _has_reshape(note):
+            shapes = [s if len(s) < 2 else (*[1] * (len(s) - 2), 4, s[-1]) for s in shapes]
 
         def region(probes: Sequence[torch.Tensor]) -> torch.Tensor:
             given = dict(zip(sorted(streams), probes))

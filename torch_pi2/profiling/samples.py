@@ -16,7 +16,7 @@ from torch import nn
 from torch_pi2.base.crc32c import crc32c_of_file
 from torch_pi2.base.dtypes import DTYPES, dtype_name
 from torch_pi2.base.fields import Field, shown
-from torch_pi2.base.files import atomic_write, json_text, not_written, read_json
+from torch_pi2.base.files import atomic_write, json_text, read_json, writing
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.graph.routed import chosen_shares
 from torch_pi2.profiling.data import batches
@@ -110,7 +110,7 @@ def _rows_in(
     without the checksum ``crc`` (None: not known).
     """
     file, nbytes, fix = _file(path, part), rows * width * dtype.itemsize, f"Remove {path.parent}; begin again."
-    try:
+    with writing(path.parent):
         if writable and not file.exists():
             with open(file, "xb") as created:
                 os.posix_fallocate(created.fileno(), 0, nbytes)  # on a full disk a write to mapped memory kills
@@ -121,8 +121,6 @@ def _rows_in(
         if crc is not None and (found := crc32c_of_file(file)[1]) != crc:
             raise ArtifactError(str(file), expected=f"checksum {shown(crc)}", found=f"damage ({found})", fix=fix)
         return torch.from_file(str(file), shared=writable, size=rows * width, dtype=dtype).view(rows, width)
-    except OSError as error:
-        raise not_written(path.parent, error) from error
 
 
 class SampleFiles(Mapping[str, Samples]):

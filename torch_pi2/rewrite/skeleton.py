@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +50,9 @@ def model_config(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
         raise missing_package("transformers", "hf", error) from error
     if os.path.lexists(Path(folder) / "config.json"):
         read_config(Path(folder))  # explains a damaged file better than transformers
-    try:
+    with _building(folder):
         trust = trusted(folder, trust_remote_code)
         found = AutoConfig.from_pretrained(folder, trust_remote_code=trust, local_files_only=True)
-    except MemoryError:
-        raise
-    except Exception as error:  # transformers raises what its classes do
-        raise _not_built(folder, error) from error
     said = getattr(found, "quantization_config", None)
     if isinstance(said, dict) and said.get("quant_method") == HF_METHOD:
         del found.quantization_config  # of the folder: the model may be made dense, and saved so
@@ -102,7 +99,7 @@ def skeleton(
     trust = trusted(folder, trust_remote_code)
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    try:
+    with _building(folder):
         with _LargeOnMeta(), torch.random.fork_rng(devices=[]):
             kind = dtype or config.dtype or stored or torch.float32
             model: Any = (
@@ -112,10 +109,6 @@ def skeleton(
             )
         if (Path(folder) / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    except MemoryError:
-        raise
-    except Exception as error:  # transformers raises what its classes do
-        raise _not_built(folder, error) from error
     result: nn.Module = model.eval()
     return result
 
@@ -128,17 +121,20 @@ def on_meta(model: nn.Module) -> nn.Module:
     return copied
 
 
-def _not_built(folder: str | Path, error: Exception) -> ArtifactError:
-    said, there = " ".join(str(error).split())[:300].rstrip("."), os.path.isdir(folder)
-    fix = "Correct its config.json, or update transformers if it is newer." if there else "Check the folder's name."
-    if _TRUST in said or (there and any(Path(folder).glob("*.py"))):
-        fix = how_to_trust(folder)
-    return ArtifactError(
-        f"loading {folder}",
-        expected="a model that transformers can build",
-        found=f"{type(error).__name__}: {said}",
-        fix=fix,
-    )
+@contextmanager
+def _building(folder: str | Path) -> Iterator[None]:
+    """Turns what transformers raises, which is what its classes do, into an ArtifactError."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        said, there = " ".join(str(error).split())[:300].rstrip("."), os.path.isdir(folder)
+        fix = "Correct its config.json, or update transformers if it is newer." if there else "Check the folder's name."
+        if _TRUST in said or (there and any(Path(folder).glob("*.py"))):
+            fix = how_to_trust(folder)
+        found, expected = f"{type(error).__name__}: {said}", "a model that transformers can build"
+        raise ArtifactError(f"loading {folder}", expected=expected, found=found, fix=fix) from error
 
 
 def places(model: nn.Module) -> list[list[str]]:
