@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,6 +26,15 @@ class Closing:
 
     def close(self) -> None:
         raise NotImplementedError
+
+    @contextmanager
+    def opening(self) -> Iterator[None]:
+        """Close it if the block fails."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> Self:
         return self

@@ -296,16 +296,13 @@ class TensorReader(Closing):
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._file = open_file(path, "a safetensors file")
-        try:
-            self.specs, self._start, self.metadata = self._read_header()
-            self.checks = self._read_checks()
-            self._unverified = set(self.checks)
-        except OSError as error:
-            self.close()
-            self._damaged(str(error.strerror or error))
-        except BaseException:
-            self.close()
-            raise
+        with self.opening():
+            try:
+                self.specs, self._start, self.metadata = self._read_header()
+                self.checks = self._read_checks()
+                self._unverified = set(self.checks)
+            except OSError as error:
+                self._damaged(str(error.strerror or error))
 
     def close(self) -> None:
         if self._file >= 0:

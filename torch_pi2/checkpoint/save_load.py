@@ -8,7 +8,7 @@ into one store, ``pi2/model.pi2``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -381,12 +381,13 @@ def _load_weights(model: nn.Module, path: Path) -> None:
         ) from error
 
 
-def check_not_random(model: nn.Module, loading: Mapping[str, Any], folder: str | Path) -> None:
-    """Raises ArtifactError: the checkpoint lacks tensors, which transformers has initialised at random.
-
-    Args:
-        loading: what ``from_pretrained`` gives with ``output_loading_info``.
+def pretrained(kind: Any, folder: str | Path, **how: Any) -> nn.Module:
+    """``kind.from_pretrained``. Raises ArtifactError: damage, or the checkpoint lacks tensors, which transformers has
+    initialised at random.
     """
+    model: nn.Module
+    with verifying(Path(folder)):
+        model, loading = kind.from_pretrained(folder, **how, output_loading_info=True)
     if missing := sorted(loading["missing_keys"]):
         raise ArtifactError(
             f"loading {folder}",
@@ -394,6 +395,7 @@ def check_not_random(model: nn.Module, loading: Mapping[str, Any], folder: str |
             found=f"no {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else ""),
             fix="Save the model again, or load it with its own class and pass it as model=...",
         )
+    return model
 
 
 def _from_pretrained(folder: Path, settings: LoadSettings) -> nn.Module:
@@ -404,16 +406,14 @@ def _from_pretrained(folder: Path, settings: LoadSettings) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     try:
-        model: nn.Module
-        with verifying(folder):
-            model, loading = (named_class(config) or AutoModelForCausalLM).from_pretrained(
-                folder,
-                config=config,
-                trust_remote_code=trusted(folder, trust),
-                dtype=settings.dtype or "auto",
-                local_files_only=True,
-                output_loading_info=True,
-            )
+        return pretrained(
+            named_class(config) or AutoModelForCausalLM,
+            folder,
+            config=config,
+            trust_remote_code=trusted(folder, trust),
+            dtype=settings.dtype or "auto",
+            local_files_only=True,
+        )
     except (MemoryError, Pi2Error):
         raise
     except Exception as error:  # model classes raise anything
@@ -425,5 +425,3 @@ def _from_pretrained(folder: Path, settings: LoadSettings) -> nn.Module:
             found=f"{type(error).__name__}: {' '.join(str(error).split())[:300].rstrip('.')}",
             fix=f"{copy if of_file else how_to_trust(folder)} Or pass model=... to load into.",
         ) from error
-    check_not_random(model, loading, folder)
-    return model

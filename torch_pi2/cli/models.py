@@ -105,8 +105,7 @@ def load_dense(args: argparse.Namespace) -> nn.Module:
     with _loading(args, "model", "a Hugging Face causal language model"):
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        from torch_pi2.base.tensorfile import verifying
-        from torch_pi2.checkpoint.save_load import check_not_random
+        from torch_pi2.checkpoint.save_load import pretrained
         from torch_pi2.rewrite.skeleton import named_class
         from torch_pi2.store.folder import read_config
 
@@ -115,12 +114,7 @@ def load_dense(args: argparse.Namespace) -> nn.Module:
             if Path(args.model).is_dir():
                 read_config(Path(args.model))  # with clearer errors than transformers'
             made_by = named_class(AutoConfig.from_pretrained(args.model, **of)) or made_by
-        how = {"dtype": dtype_of(args) or "auto", "output_loading_info": True, **of}
-        model: nn.Module
-        with verifying(Path(args.model)):
-            model, loading = made_by.from_pretrained(args.model, **how)
-        check_not_random(model, loading, args.model)
-    return model.eval()
+        return pretrained(made_by, args.model, dtype=dtype_of(args) or "auto", **of).eval()
 
 
 def load_sparse(args: argparse.Namespace) -> nn.Module:

@@ -30,14 +30,6 @@ def cache_of(output: Any) -> Any:
     return output["cache"] if "cache" in output else output["past_key_values"]
 
 
-def register_layers() -> None:
-    """Register our layers as transformers' ``CacheLayerMixin``; transformers is imported only to decode its models."""
-    from transformers.cache_utils import CacheLayerMixin
-
-    for kind in (PromptLayer, StepLayer):
-        CacheLayerMixin.register(kind)
-
-
 class LayerMemory:
     """Keys and values of one layer, ``[rows, heads, max_tokens, width]``, allocated by the first prompt."""
 
@@ -151,7 +143,10 @@ class KeyValues:
     """
 
     def __init__(self, model: nn.Module, max_tokens: int, rows: int, device: torch.device) -> None:
-        register_layers()
+        from transformers.cache_utils import CacheLayerMixin  # only to decode its models
+
+        for kind in (PromptLayer, StepLayer):
+            CacheLayerMixin.register(kind)
         self._template = static_cache(model, max_tokens)
         self._memory = [LayerMemory(rows, max_tokens, device) for _ in self._template.layers]
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)

@@ -105,8 +105,7 @@ class Assistant:
                 fix="Pass a smaller model of the same family, or use prompt_lookup, which takes none.",
             )
         places = getattr(model.config, "max_position_embeddings", None)
-        self._most = min(max_tokens, max_tokens if places is None else places)
-        self._most = min(self._most, most_positions(model))
+        self._most = min(max_tokens, max_tokens if places is None else places, most_positions(model))
         self._decoder = Decoder(model, max_tokens=self._most, compiled=compiled, logits=True)
         self._read: list[int] = []  # tokens in its KV cache
 

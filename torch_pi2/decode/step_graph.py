@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -156,7 +156,8 @@ class StepGraph:
                 size, stride, dtype, device = ref.like
                 node.meta["example_value"] = torch.empty_strided(size, stride, dtype=dtype, device=device)
         module = fx.GraphModule({}, self._graph)
-        inputs, names = self.inputs, {id(tensor): name for name, tensor in tensors_of(model)}
+        named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        inputs, names = self.inputs, {id(tensor): name for name, tensor in named}
         for node, tensor in zip(module.graph.find_nodes(op="placeholder")[1:], inputs, strict=True):
             if id(tensor) in names:
                 node.meta["grapharg"] = SimpleNamespace(source=SimpleNamespace(name=_source(names[id(tensor)], tensor)))
@@ -312,7 +313,8 @@ class _Recorder(TorchFunctionMode):
 
     def _is_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
         name = getattr(func, "__name__", "")
-        if not (name == "__setitem__" or (result is None and _is_operator(func)) or _has_tensors(result)):
+        is_operator = isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+        if not (name == "__setitem__" or (result is None and is_operator) or _has_tensors(result)):
             if name != "__get__" and name not in _FACTS and _has_tensors((args, kwargs)):
                 raise _NotRecorded(name)
             return False
@@ -395,10 +397,6 @@ def _has_tensors(value: Any) -> bool:
     return any(map(_has_tensors, value.values())) if isinstance(value, dict) else isinstance(value, torch.Tensor)
 
 
-def _is_operator(func: Any) -> bool:
-    return isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
-
-
 def _is_sized_by_values(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     given = [leaf for leaf in pytree.tree_leaves((args[1:], kwargs)) if isinstance(leaf, torch.Tensor)]
     if name == "__getitem__":
@@ -406,12 +404,6 @@ def _is_sized_by_values(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     if name == "where":
         return len(args) + len(kwargs) == 1
     return name in _SIZED_BY_VALUES or (name == "repeat_interleave" and (bool(given) or len(args) + len(kwargs) == 1))
-
-
-def tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers of ``model`` by name; a shared one has several names."""
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
 
 
 def _source(name: str, tensor: torch.Tensor) -> str:

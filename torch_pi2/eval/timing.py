@@ -119,8 +119,5 @@ def time_decode(
     for _ in range(warmup + rounds):
         for model, of_model in zip(models, timings, strict=True):
             of_model.append(_decode_round(model, input_ids, new_tokens, names))
-    found_by_model = []
-    for of_model in timings:
-        totals, in_ffns = zip(*of_model[warmup:], strict=True)
-        found_by_model.append(DecodeTiming(statistics.median(totals), statistics.median(in_ffns), totals))
-    return found_by_model
+    found = (tuple(zip(*of_model[warmup:], strict=True)) for of_model in timings)
+    return [DecodeTiming(statistics.median(totals), statistics.median(ffns), totals) for totals, ffns in found]

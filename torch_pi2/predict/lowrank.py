@@ -93,10 +93,9 @@ class LowRank:
         ``int8_activations``: the layer computes with these. Raises as ``layer_tensors``.
         """
         a = (tensors or {}).get("a")
-        rank = 0 if a is None else len(a)
         if a is not None and a.dtype == torch.uint8:
             return _rows_of_cold(site, cold, tensors, a, int8_activations)
-        wanted = _of_int8(rank, site.intermediate, site.hidden)
+        wanted = _of_int8(0 if a is None else len(a), site.intermediate, site.hidden)
         found = layer_tensors(site, LowRank.kind, tensors, wanted)
         kept = {n: (t[cold] if n in LowRank.per_neuron else t.clone()).contiguous() for n, t in found.items()}
         return Cold("lowrank", kept)

@@ -146,18 +146,15 @@ class GgufFile(Closing):
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._file = open_file(path, "a GGUF file", "Check the file's name.")
-        try:
-            self.size = os.fstat(self._file).st_size
-            self._at, self._piece_at, self._piece = 0, 0, b""
-            self.metadata: dict[str, Any] = {}
-            self.tensors: dict[str, GgufTensor] = {}
-            self._read_header()
-        except OSError as error:
-            self.close()
-            self._damaged(str(error.strerror or error))
-        except BaseException:
-            self.close()
-            raise
+        with self.opening():
+            try:
+                self.size = os.fstat(self._file).st_size
+                self._at, self._piece_at, self._piece = 0, 0, b""
+                self.metadata: dict[str, Any] = {}
+                self.tensors: dict[str, GgufTensor] = {}
+                self._read_header()
+            except OSError as error:
+                self._damaged(str(error.strerror or error))
 
     def close(self) -> None:
         if self._file >= 0:
@@ -395,13 +392,10 @@ class GgufModel(GgufFile):
     def __init__(self, path: str | Path) -> None:
         self._others: list[GgufFile] = []
         super().__init__(path)
-        try:
+        with self.opening():
             self.paths = [self.path]
             if self.metadata.get(_COUNT, 1) != 1:
                 self._join()
-        except BaseException:
-            self.close()
-            raise
 
     def close(self) -> None:
         for part in self._others:

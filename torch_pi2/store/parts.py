@@ -168,13 +168,10 @@ class PartFiles(Closing):
         self.paths: list[Path] = []
         self._texts: dict[str, torch.Tensor] = {}
         self._readers: dict[str, TensorReader] = {}
-        try:
+        with self.opening():
             for part in _FILES if parts is None else parts:
                 if os.path.lexists(pi2 / _FILES[part][0]):
                     self._add(part, *(pi2 / file for file in _FILES[part]))
-        except BaseException:
-            self.close()
-            raise
 
     def _add(self, part: str, first: Path, tensors: Path) -> None:
         reader = self._readers[part] = TensorReader(tensors)

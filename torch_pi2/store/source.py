@@ -69,7 +69,7 @@ class Checkpoint(Closing):
         self.converted: dict[str, Reader] = {}
         self._files: dict[str, TensorReader] = {}
         self._by_name: dict[str, TensorReader] = {}
-        try:
+        with self.opening():
             for file in self._file_names():
                 self._files[file] = reader = TensorReader(self.folder / file)
                 if twice := self._by_name.keys() & reader.specs.keys():
@@ -81,9 +81,6 @@ class Checkpoint(Closing):
                         fix="Remove the shard of another time, or get the checkpoint again.",
                     )
                 self._by_name |= dict.fromkeys(reader.specs, reader)
-        except BaseException:
-            self.close()
-            raise
 
     def _file_names(self) -> list[str]:
         index = self.folder / _INDEX

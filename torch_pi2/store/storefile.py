@@ -95,19 +95,16 @@ class StoreReader(QuantizedWeights):
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
-        try:
-            self.keys = self._names()
-            self.shard = self._shard()
-            self.entries = self._superblock().layers
-            for key, entry in zip(self.keys, self.entries, strict=True):
-                self._check_entry(key, entry)
-            self._check_parts()
-        except (KeyError, TypeError, ValueError, RecursionError) as error:
-            self.close()
-            self._damaged(f"{type(error).__name__}: {error}")
-        except BaseException:
-            self.close()
-            raise
+        with self.opening():
+            try:
+                self.keys = self._names()
+                self.shard = self._shard()
+                self.entries = self._superblock().layers
+                for key, entry in zip(self.keys, self.entries, strict=True):
+                    self._check_entry(key, entry)
+                self._check_parts()
+            except (KeyError, TypeError, ValueError, RecursionError) as error:
+                self._damaged(f"{type(error).__name__}: {error}")
 
     def _names(self) -> list[str]:
         """Keys of the layers; with ours, their tensors and those of ``checks`` must be all tensors."""

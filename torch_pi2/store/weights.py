@@ -99,11 +99,8 @@ class QuantizedWeights(TensorReader):
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
-        try:
+        with self.opening():
             self._parse()
-        except BaseException:
-            self.close()
-            raise
 
     def _parse(self) -> None:
         meta = self.metadata

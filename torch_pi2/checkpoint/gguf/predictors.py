@@ -59,7 +59,7 @@ def import_predictors(checkpoint: GgufCheckpoint, folder: Path, data: Any, progr
     """
     pi2 = folder / PI2_FOLDER
     plan = Plan.load(pi2)
-    _check_there(checkpoint, plan)
+    _check_there(checkpoint)
     predictors = {layer.site.key: _predictor(checkpoint, layer.site) for layer in plan.layers}
     model = load_sparse(folder, plan, {}, LoadSettings(progress=progress))
     text = calibration_batches(model, data, None, Config(calibration_tokens=_TOKENS))
@@ -74,7 +74,7 @@ def import_predictors(checkpoint: GgufCheckpoint, folder: Path, data: Any, progr
     return {key: predictor.card.recall for key, predictor in predictors.items() if predictor.card}
 
 
-def _check_there(checkpoint: GgufCheckpoint, plan: Plan) -> None:
+def _check_there(checkpoint: GgufCheckpoint) -> None:
     threshold = checkpoint.file.metadata.get("powerinfer.sparse_threshold", 0)
     found = ""
     if not checkpoint.predictors():

@@ -82,7 +82,7 @@ class GgufCheckpoint(Closing):
     def __init__(self, path: str | Path) -> None:
         self.folder = Path(path)
         self.file = GgufModel(path)
-        try:
+        with self.opening():
             self.family = family_of(self.file)
             self.about, self.by_neuron = self.family.model_type, self.family.by_neuron
             blocks = arch_number(self.file, self.family, "block_count")
@@ -91,9 +91,6 @@ class GgufCheckpoint(Closing):
             for name, tensor in self.file.tensors.items():
                 if name.endswith(_ONE_ROW) and len(tensor.shape) == 1:
                     self.file.tensors[name] = replace(tensor, shape=(1, *tensor.shape))
-        except BaseException:
-            self.file.close()
-            raise
 
     def close(self) -> None:
         self.file.close()
