@@ -617,8 +617,8 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert found["layers"][0]["padding_share"] == pytest.approx(1 - 108 / 512)
     assert main(["inspect", str(out), "--verify"]) == 0
     assert "are as they were packed" in capsys.readouterr().out
-    assert main(["inspect", str(source), "--verify", "--json"]) == 2
-    assert "expected a neuron store pi2/model.pi2" in capsys.readouterr().err
+    assert main(["inspect", str(source), "--verify", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["verified_bytes"] > 59 * 72
     damaged = Damaged(store_of(out))
     _flip(damaged, "layers.0.bundles")
     damaged.write(store_of(out))
