@@ -79,7 +79,7 @@ class _Converted:
     ) -> None:
         self._model, self._first, self._converter, self._last = model, first, converter, last
         self._parts = {pattern: [(checkpoint.reader(own), own) for own in names] for pattern, names in parts.items()}
-        self.specs = {name: Spec.of(value) for name, value in self._convert("meta").items()}
+        self.specs = {name: Spec.of(value) for name, value in self._convert(empty=True).items()}
         kinds = [(type(each).__name__, getattr(each, "dim", None)) for each in converter.operations]
         lists = [self._parts.get(pattern, []) for pattern in converter.source_patterns]
         merged = len(kinds) > 1  # then the tensors of each expert are together
@@ -88,13 +88,12 @@ class _Converted:
         if kinds not in _IN_ORDER or len(self.specs) > 1 or self._ends[-1] != self.specs[first].nbytes:
             self._in_order = []
 
-    def _convert(self, device: str = "cpu") -> dict[str, torch.Tensor]:
+    def _convert(self, empty: bool = False) -> dict[str, torch.Tensor]:
         converter = copy.deepcopy(self._converter)
         for pattern, parts in self._parts.items():
             for reader, own in parts:
                 spec = reader.spec(own)
-                empty = device == "meta"
-                value = torch.empty(spec.shape, dtype=spec.dtype, device=device) if empty else reader.read(own)
+                value = torch.empty(spec.shape, dtype=spec.dtype, device="meta") if empty else reader.read(own)
                 converter.add_tensor(self._first, own, pattern, lambda value=value: value)
         try:
             made = converter.convert(self._first, model=self._model, config=self._model.config)

@@ -116,7 +116,11 @@ def pack(
             do not match. Also whatever :func:`torch_pi2.quantize` raises.
     """
     source, folder = Path(folder_in).resolve(), Path(folder_out).resolve()
-    _check(weights, cluster)
+    if weights is not None:
+        check_choice("pack(weights=...)", weights, WEIGHTS, "Choose one.")
+    if cluster is not None and (cluster & (cluster - 1) or not 1 <= cluster <= MOST_CLUSTER):
+        expected = f"a power of two from 1 to {MOST_CLUSTER}"
+        raise ConfigError("pack(cluster=...)", expected=expected, found=repr(cluster), fix="Leave it out.")
     check_choice("pack(by=...)", by, BY, "Choose one.")
     if ranks == 1 and (shares is not None or by != BY[0]):
         raise ConfigError(
@@ -158,14 +162,6 @@ def pack(
         remember(folder)
     report.seconds = time.perf_counter() - start
     return report
-
-
-def _check(weights: str | None, cluster: int | None) -> None:
-    if weights is not None:
-        check_choice("pack(weights=...)", weights, WEIGHTS, "Choose one.")
-    if cluster is not None and (cluster & (cluster - 1) or not 1 <= cluster <= MOST_CLUSTER):
-        expected = f"a power of two from 1 to {MOST_CLUSTER}"
-        raise ConfigError("pack(cluster=...)", expected=expected, found=repr(cluster), fix="Leave it out.")
 
 
 def _check_weights(reader: QuantizedWeights, weights: str | None, source: Path) -> None:

@@ -509,9 +509,8 @@ class Decoder:
             check_coordinated(group)
         ids_BT = ids_BT.to(self.device, torch.int64).contiguous()  # compiled code would not notice another layout
         self._announce_batch(self.batch)
-        if (self._compiled_steps or any(r.is_stable for r in self._runners.values())) and not self._guards.hold(
-            self.model
-        ):
+        stable = self._compiled_steps or any(runner.is_stable for runner in self._runners.values())
+        if stable and not self._guards.hold(self.model):
             self._forget()
             self._compiles = False  # until the next prompt: the model may change again
         try:
@@ -622,9 +621,8 @@ class Decoder:
         hooks = (h for m in self.model.modules() for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values()))
         # transformers leaves hooks on modules once it was asked for the outputs of layers: they do nothing now
         idle = "transformers.utils.output_capturing"
-        return (
-            any(getattr(hook, "__module__", None) != idle for hook in hooks) or nn.modules.module._has_any_global_hook()
-        )
+        own = any(getattr(hook, "__module__", None) != idle for hook in hooks)
+        return own or nn.modules.module._has_any_global_hook()
 
     def agreed(self, numbers: list[int]) -> list[int]:
         """``numbers`` of the first process that computes the model; all processes pass the same count."""

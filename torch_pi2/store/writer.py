@@ -96,7 +96,15 @@ class StoreAssembly:
         self._paddings: list[str] = []
         self._end = 0
         self._place(groups)
-        self.metadata = self._metadata(weights, provenance)
+        self.metadata = {name: text for name, text in weights.items() if name != SHARD} | {
+            "pi2_format": STORE_FORMAT,
+            "pi2_version": store_version(weights),
+            "layers": json.dumps([layer.site.key for layer in layers]),
+            "orders_hash": plan.orders_hash,
+            "provenance": provenance,
+        }
+        if shard is not None:
+            self.metadata[SHARD] = shard.to_json()
 
     def _default_cluster(self) -> int:
         """One size for all layers, because a cache entry has to fit any slot."""
@@ -131,19 +139,6 @@ class StoreAssembly:
         if self._end % PAGE:
             self._paddings.append(f"pi2.padding.{len(self._paddings)}")
             self._add(self._paddings[-1], -self._end % PAGE)
-
-    def _metadata(self, weights: Mapping[str, str], provenance: str) -> dict[str, str]:
-        found = dict(weights) | {
-            "pi2_format": STORE_FORMAT,
-            "pi2_version": store_version(weights),
-            "layers": json.dumps([layer.site.key for layer in self.layers]),
-            "orders_hash": self._plan.orders_hash,
-            "provenance": provenance,
-        }
-        found.pop(SHARD, None)
-        if self._shard is not None:
-            found[SHARD] = self._shard.to_json()
-        return found
 
     def writer(self, path: Path, *, progress: bool) -> TensorWriter:
         """The file ``path``, for :meth:`write`."""

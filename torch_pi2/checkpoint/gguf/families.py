@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -147,6 +147,15 @@ FAMILIES = (
 )
 
 
+def _unsupported(file: GgufFile, expected: str, found: str, part: str = "") -> NoReturn:
+    raise UnsupportedModelError(
+        f"{part}{file.path}",
+        expected=expected,
+        found=found,
+        fix="Load the model's original checkpoint with transformers, and optimise that.",
+    )
+
+
 def family_of(file: GgufFile) -> Family:
     """Raises UnsupportedModelError, ArtifactError."""
     arch = file.metadata.get("general.architecture")
@@ -156,12 +165,7 @@ def family_of(file: GgufFile) -> Family:
         fits = arch != "llama" or experts == (family.model_type == "mixtral")
         if family.arch == arch and fits and family.by_neuron == by_neuron:
             return family
-    raise UnsupportedModelError(
-        f"architecture of {file.path}",
-        expected=", ".join(sorted({family.arch for family in FAMILIES})),
-        found=shown(arch),
-        fix="Load the model's original checkpoint with transformers, and optimise that.",
-    )
+    _unsupported(file, ", ".join(sorted({family.arch for family in FAMILIES})), shown(arch), "architecture of ")
 
 
 def rows_in_file(rows: int, heads: int) -> torch.Tensor:
@@ -305,15 +309,6 @@ def _check_sizes(file: GgufFile, config: Mapping[str, Any], meta: ArchMetadata) 
         )
 
 
-def _unsupported(file: GgufFile, expected: str, found: str) -> None:
-    raise UnsupportedModelError(
-        str(file.path),
-        expected=expected,
-        found=found,
-        fix="Load the model's original checkpoint with transformers, and optimise that.",
-    )
-
-
 def _rope(file: GgufFile, meta: ArchMetadata, family: Family) -> dict[str, Any]:
     theta = float(meta.number("rope.freq_base", 10000.0, least=1, most=1e12))
     older = meta.number("rope.scale_linear", 1.0, least=0, most=1e6)
@@ -352,7 +347,6 @@ def _llama3(file: GgufFile, rope: dict[str, Any]) -> dict[str, Any]:
         if bool((divisors == 1).all()):
             return rope
     _unsupported(file, "rope_freqs.weight as Llama 3.1 or 3.2 has it", "other values")
-    return rope
 
 
 def llama3_divisors(pairs: int, theta: float, rule: Mapping[str, Any]) -> torch.Tensor:
