@@ -22,7 +22,6 @@ from torch_pi2.base.memory import new_tensor
 from torch_pi2.base.modules import fresh_settings
 from torch_pi2.base.progress import warn_once
 from torch_pi2.distributed.group import groups
-from torch_pi2.errors import ConfigError
 from torch_pi2.layers.gpu import on_gpu
 from torch_pi2.layers.offloaded import open_stores, unreadable
 from torch_pi2.ops import load
@@ -134,12 +133,9 @@ def _read_options(options: Mapping[str, Any] | None) -> tuple[Plan | None, Mappi
     options = options or {}
     unknown = sorted(set(options) - set(_OPTIONS))
     if unknown:
-        raise ConfigError(
-            "options of the torch_pi2 backend",
-            expected=f"only {', '.join(_OPTIONS)}",
-            found=", ".join(unknown),
-            fix="Remove it; Inductor's own settings go through torch._inductor.config or mode=.",
-        )
+        fix = "Remove it; Inductor's own settings go through torch._inductor.config or mode=."
+        what = argument(options, "options of the torch_pi2 backend", fix)
+        what.wrong(f"only {', '.join(_OPTIONS)}", ", ".join(unknown))
     plan, predictors = options.get("plan"), options.get("predictors")
     if isinstance(plan, str | Path):
         plan, beside = _load_plan(Path(plan))

@@ -16,9 +16,9 @@ from typing import Any
 from torch import fx, nn
 
 from torch_pi2.base.dtypes import stands_for_another
-from torch_pi2.base.fields import checked
+from torch_pi2.base.fields import argument, checked
 from torch_pi2.base.modules import fresh_settings, has_sparse_layers
-from torch_pi2.errors import ConfigError, NoFFNFoundError, Pi2Error, UnsupportedModelError
+from torch_pi2.errors import NoFFNFoundError, Pi2Error, UnsupportedModelError
 from torch_pi2.graph.capture import CapturedGraph, capture, example_inputs
 from torch_pi2.graph.experts import all_experts, expert_sites, without_experts
 from torch_pi2.graph.match import Match, Projection, Seen, Tensors, match_ffns
@@ -97,12 +97,9 @@ def search(
         needed: raise if there is no layer; else the error is in ``refused``. warn: log layers that are left dense.
     """
     if has_sparse_layers(model):
-        raise ConfigError(
-            type(model).__name__,
-            expected="a dense model",
-            found="one that torch_pi2 has already rewritten",
-            fix="Call torch_pi2.restore(model) first; one that was quantised is loaded again.",
-        )
+        fix = "Call torch_pi2.restore(model) first; one that was quantised is loaded again."
+        rewritten = "one that torch_pi2 has already rewritten"
+        argument(model, type(model).__name__, fix).wrong("a dense model", rewritten)
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torch_pi2.base.fields import argument
 from torch_pi2.base.memory import let_go, letting_go
 from torch_pi2.base.modules import evaluating
 from torch_pi2.base.progress import bar
@@ -288,10 +289,6 @@ def threshold_map(sites: Sequence[FFNSite], thresholds: float | Mapping[str, Cut
     unknown = set(given) - {s.key for s in sites}
     bad = {k: v for k, v in given.items() if not all(0 <= end < math.inf for end in (torch.as_tensor(v).aminmax()))}
     if unknown or bad:
-        raise ConfigError(
-            "firing thresholds",
-            expected="numbers >= 0 for keys of the sites",
-            found=f"{sorted(unknown)[:3] or bad}",
-            fix="Use ActivationStats.threshold_for(key, share).",
-        )
+        what = argument(thresholds, "firing thresholds", "Use ActivationStats.threshold_for(key, share).")
+        what.wrong("numbers >= 0 for keys of the sites", f"{sorted(unknown)[:3] or bad}")
     return {s.key: given.get(s.key, 0.0) for s in sites}

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from torch_pi2.base.fields import argument
 from torch_pi2.base.units import parse_bytes, size
-from torch_pi2.errors import ConfigError, OutOfMemoryError
+from torch_pi2.errors import OutOfMemoryError
 from torch_pi2.layers.experts import OffloadedExperts, SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.gpu import HybridFFN, TransferBuffer, check_gpu, device_of, on_gpu
@@ -233,9 +234,5 @@ def _experts(home: SparseExperts, stats: ActivationStats | None) -> tuple[torch.
 def refuse_split(model: nn.Module, what: str, whole: bool = False) -> None:
     """Raises ConfigError if ``model`` is divided (``whole``: or on a GPU), for the operation ``what``."""
     if any(home.split is not None or (whole and on_gpu(home.order)) for home in homes(model)):
-        raise ConfigError(
-            f"{what} {type(model).__name__}",
-            expected="a model on the CPU",
-            found="one with neurons on a GPU",
-            fix="Call model.to('cpu') first.",
-        )
+        divided = argument(model, f"{what} {type(model).__name__}", "Call model.to('cpu') first.")
+        divided.wrong("a model on the CPU", "one with neurons on a GPU")

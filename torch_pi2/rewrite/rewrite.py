@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_pi2.base.fields import argument
 from torch_pi2.base.modules import fresh_settings, has_sparse_layers, refuse_global_hooks
 from torch_pi2.base.progress import bar
-from torch_pi2.errors import CalibrationError, ConfigError, UnsupportedModelError
+from torch_pi2.errors import CalibrationError, UnsupportedModelError
 from torch_pi2.fitting.gptq_model import ROLES, calibrated_rows, neuron_key, warn_rounded
 from torch_pi2.graph.find import Found
 from torch_pi2.layers.experts import SparseExperts, expert_groups
@@ -80,12 +81,8 @@ def rewrite(
         DeviceError, DtypeError, NonFiniteError, ShapeError: weights that cannot be used.
     """
     if has_sparse_layers(model):
-        raise ConfigError(
-            type(model).__name__,
-            expected="a dense model",
-            found="one that torch_pi2 has already rewritten",
-            fix="Call torch_pi2.restore(model) first.",
-        )
+        fix, rewritten = "Call torch_pi2.restore(model) first.", "one that torch_pi2 has already rewritten"
+        argument(model, type(model).__name__, fix).wrong("a dense model", rewritten)
     refuse_global_hooks("torch_pi2.optimize")
     check_names(model, plan)
     plan.check_model(model)
@@ -137,12 +134,9 @@ def restore(model: nn.Module) -> nn.Module:
     refuse_split(model, "restoring")
     for name, module in model.named_modules():
         if isinstance(module, QuantLinear):
-            raise ConfigError(
-                f"restoring {type(model).__name__}",
-                expected="float weights",
-                found=f"{module.weights} in {name}, which is lossy: the original numbers are gone",
-                fix="Load the checkpoint again (from_pretrained, or torch_pi2.load) instead.",
-            )
+            fix = "Load the checkpoint again (from_pretrained, or torch_pi2.load) instead."
+            lossy = f"{module.weights} in {name}, which is lossy: the original numbers are gone"
+            argument(model, f"restoring {type(model).__name__}", fix).wrong("float weights", lossy)
     return uninstall(model)
 
 

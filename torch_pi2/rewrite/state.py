@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from torch_pi2.base.fields import argument
 from torch_pi2.distributed.group import Group
-from torch_pi2.errors import ConfigError
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.of_model import SparseLayer, homes, is_changed
 from torch_pi2.layers.offloaded import Store
@@ -133,12 +133,8 @@ def get_state(model: nn.Module) -> SparseState:
     """The state of an optimised model. Raises ConfigError if it is dense."""
     parts = ModelState.of(model)
     if not isinstance(parts, SparseState):
-        raise ConfigError(
-            type(model).__name__,
-            expected="a model that torch_pi2.optimize has rewritten",
-            found="a dense model",
-            fix="Call torch_pi2.optimize(model, ...) first.",
-        )
+        what = argument(model, type(model).__name__, "Call torch_pi2.optimize(model, ...) first.")
+        what.wrong("a model that torch_pi2.optimize has rewritten", "a dense model")
     return parts
 
 
@@ -158,12 +154,8 @@ def store_and_budget(model: nn.Module) -> tuple[Store, Budget]:
     """Store and budget of a model loaded with a budget. Raises ConfigError if it has none."""
     handle = ModelState.of(model)
     if handle is None or handle.store is None or handle.budget is None:
-        raise ConfigError(
-            type(model).__name__,
-            expected="a model over a neuron store",
-            found="one in memory",
-            fix="Load a packed folder with torch_pi2.load(folder, budget=...).",
-        )
+        fix = "Load a packed folder with torch_pi2.load(folder, budget=...)."
+        argument(model, type(model).__name__, fix).wrong("a model over a neuron store", "one in memory")
     return handle.store, handle.budget
 
 
