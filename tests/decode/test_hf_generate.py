@@ -22,6 +22,7 @@ import torch_pi2
 from torch_pi2.decode.decoder import Decoder
 from torch_pi2.decode.hf_generate import ATTRIBUTE
 from torch_pi2.decode.kv_cache import cache_name, cache_of
+from torch_pi2.errors import UnsupportedModelError
 
 IDS = torch.tensor([[5, 9, 33, 17, 40]])
 HOW = {"max_new_tokens": 20, "pad_token_id": 0, "eos_token_id": None}
@@ -151,6 +152,41 @@ def test_models_that_a_decoder_does_not_take(steps: list[int]) -> None:
     with_biases = torch_pi2.optimize(tiny("falcon-bias"), weights="int8", method="dense")
     assert torch.equal(with_biases.generate(IDS, **HOW), by_transformers(with_biases, IDS, **HOW))
     assert not steps
+
+
+class Wrapped(torch.nn.Module):
+    """An embedding as PEFT wraps one whose tokens it trains."""
+
+    def __init__(self, table: torch.nn.Module) -> None:
+        super().__init__()
+        self.table = table
+
+    def forward(self, ids_BT: torch.Tensor) -> Any:
+        return self.table(ids_BT) * 2
+
+
+def test_methods_and_embeddings_put_on_a_model_are_heeded(model: Any, steps: list[int]) -> None:
+    """As PEFT does to add embeddings of a prompt, and to train some tokens."""
+    usual, prompt = model.prepare_inputs_for_generation, torch.randn(1, 3, model.config.hidden_size)
+
+    def with_prompt(*args: Any, **kwargs: Any) -> Any:
+        inputs = usual(*args, **kwargs)
+        if (ids_BT := inputs.get("input_ids")) is not None and ids_BT.shape[1] == IDS.shape[1]:
+            inputs |= {"inputs_embeds": torch.cat([prompt, model.get_input_embeddings()(ids_BT)], 1)}
+            inputs |= {"input_ids": None, "attention_mask": None, "position_ids": None}
+        return inputs
+
+    plain = model.generate(IDS, **HOW)
+    steps.clear()
+    model.prepare_inputs_for_generation = with_prompt
+    assert torch.equal(found := model.generate(IDS, **HOW), by_transformers(model, IDS, **HOW))
+    assert not torch.equal(found, plain)
+    del model.prepare_inputs_for_generation
+    model.set_input_embeddings(Wrapped(model.get_input_embeddings()))
+    assert torch.equal(model.generate(IDS, **HOW), by_transformers(model, IDS, **HOW))
+    assert not steps
+    with pytest.raises(UnsupportedModelError, match="expected a table with num_embeddings, found Wrapped"):
+        torch_pi2.generate(model, IDS, max_new_tokens=2)
 
 
 @pytest.mark.slow

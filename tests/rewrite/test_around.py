@@ -268,3 +268,43 @@ def test_what_experts_do_besides_is_seen(name: str) -> None:
     assert isinstance(experts_form(experts), ExpertsForm)
     experts.__class__ = More
     assert "a forward that computes something else as well" in str(experts_form(experts))
+
+
+class OwnExperts(nn.Module):
+    """Experts as a modelling file of one's own has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(0)
+        self.gate_up_proj = nn.Parameter(torch.randn(4, 2 * INTERMEDIATE, HIDDEN, generator=draw) * 0.2)
+        self.down_proj = nn.Parameter(torch.randn(4, HIDDEN, INTERMEDIATE, generator=draw) * 0.2)
+        self.act_fn = nn.ReLU()
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        y = torch.zeros_like(hidden_states)
+        for expert in range(4):
+            token, k = torch.where(top_k_index == expert)
+            gate, up = F.linear(hidden_states[token], self.gate_up_proj[expert]).chunk(2, -1)
+            found = F.linear(self.act_fn(gate) * up, self.down_proj[expert]) * top_k_weights[token, k, None]
+            y.index_add_(0, token, found.to(y.dtype))
+        return y
+
+
+class Routes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(HIDDEN, 4), OwnExperts()
+
+    def forward(self, x):
+        weight, index = self.router(x.flatten(0, 1)).softmax(-1).topk(2, -1)
+        return x + self.experts(x.flatten(0, 1), index.int(), weight).view_as(x)
+
+
+@torch.no_grad()
+def test_experts_of_a_file_of_ones_own() -> None:
+    """Their code calls ``to`` of a tensor, a name that modules have too, and the router gives int32."""
+    model = plain(Routes())
+    wanted = [model(x.clone()) for x in hostile_inputs()]
+    torch_pi2.optimize(model, EXAMPLE, method="exact")
+    assert len(model.torch_pi2.plan.layers) == 4
+    assert all(close(model(x.clone()), y) for x, y in zip(hostile_inputs(), wanted))

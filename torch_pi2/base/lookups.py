@@ -71,6 +71,8 @@ class Lookups:
         function = getattr(function, "__func__", function)
         if not isinstance(function, types.FunctionType) or (id(function), id(owner)) in self._seen:
             return
+        if function.__module__ == nn.Module.__module__:  # Module.to, mentioned for a tensor's
+            return
         self._seen.add((id(function), id(owner)))
         names = list(dict.fromkeys(_names(function.__code__)))
         of_torch = str(function.__module__).partition(".")[0] == "torch"

@@ -67,8 +67,15 @@ def _check_ids(ids_BT: torch.Tensor, what: str) -> None:
 
 
 def check_vocabulary(model: nn.Module, input_ids: torch.Tensor, what: str = "input_ids") -> None:
-    """Raises ConfigError: an id is not in the vocabulary of ``model``."""
-    vocab: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    """Raises ConfigError: an id is not in the vocabulary of ``model``. UnsupportedModelError: it does not name one."""
+    table: Any = model.get_input_embeddings()  # type: ignore[operator]
+    if (vocab := getattr(table, "num_embeddings", None)) is None:  # e.g. tokens that PEFT trains
+        raise UnsupportedModelError(
+            f"the input embeddings of {type(model).__name__}",
+            expected="a table with num_embeddings",
+            found=type(table).__name__,
+            fix="Call model.generate, or merge adapters first.",
+        )
     wrong = input_ids[(input_ids < 0) | (input_ids >= vocab)]
     if wrong.numel():
         raise ConfigError(

@@ -188,6 +188,7 @@ def _is_plain(model: Any) -> bool:
 
     kind = type(model)
     own = any(getattr(kind, name, None) is not getattr(GenerationMixin, name, None) for name in _PLAIN)
+    own = own or not vars(model).keys().isdisjoint(_PLAIN)  # as PEFT's prompt tuning puts them on a model
     called = model.training or model._compiled_call_impl is not None or torch.is_autocast_enabled("cpu")
     return not (own or called or torch.compiler.is_compiling() or model.config.is_encoder_decoder)
 

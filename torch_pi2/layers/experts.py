@@ -156,7 +156,7 @@ class SparseExperts(nn.Module):
         return [*tensors_among(self._buffers).values()]
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """``hidden_states [T, H]``, ``top_k_index [T, k]`` int64 and ``top_k_weights [T, k]`` -> ``[T, H]``.
+        """``hidden_states [T, H]``, ``top_k_index [T, k]`` and ``top_k_weights [T, k]`` -> ``[T, H]``.
 
         Arguments are given by position, or by the names in the original's forward. Expert index E adds nothing. The
         result has the dtype of ``hidden_states`` (autocast's under ``torch.autocast``); a token's result does not
@@ -167,7 +167,7 @@ class SparseExperts(nn.Module):
         """
         hidden_states, top_k_index, top_k_weights = Routed.of(args, kwargs, len(self.sites))
         check_ffn_input(self.site, self.training, hidden_states, self.dtype, self.lookups)
-        y: torch.Tensor
+        top_k_index, y = top_k_index.long(), hidden_states  # sort and kernels of other libraries give int32
         if self.split is not None:
             y = self.split(self, hidden_states, top_k_index, top_k_weights)
         else:
