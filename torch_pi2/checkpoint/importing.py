@@ -122,7 +122,13 @@ def write_imported(checkpoint: PackedSource, folder: Path, neurons: str, progres
     }
     writer = _Importer(stored, checkpoint, plan, strategies, linears, embeddings, neurons)
     made, found_hash = writer.write(folder / PI2_FOLDER, progress)
-    _check_used(checkpoint)
+    if unused := checkpoint.unused():
+        raise UnsupportedModelError(
+            str(checkpoint.folder),
+            expected=f"the tensors of a {checkpoint.about} model",
+            found=unused[0] + (f" and {len(unused) - 1} others as well" if len(unused) > 1 else " as well"),
+            fix="Load the model's original checkpoint with transformers, and optimise that.",
+        )
     plan = bound_plan(plan, strategies, dense, found_hash)
     plan.save(folder / PI2_FOLDER)
     declare(folder)
@@ -142,17 +148,6 @@ def _found(model: nn.Module, neurons: str) -> Found:
     if neurons != "auto":
         return found
     return Found([y for y in found.sites if y.experts is not None or exact_zeros(y.activation)], found.left)
-
-
-def _check_used(checkpoint: PackedSource) -> None:
-    """Raises UnsupportedModelError: a tensor that the model has no parameter for."""
-    if unused := checkpoint.unused():
-        raise UnsupportedModelError(
-            str(checkpoint.folder),
-            expected=f"the tensors of a {checkpoint.about} model",
-            found=unused[0] + (f" and {len(unused) - 1} others as well" if len(unused) > 1 else " as well"),
-            fix="Load the model's original checkpoint with transformers, and optimise that.",
-        )
 
 
 class _Importer(Quantizer):

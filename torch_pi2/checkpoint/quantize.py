@@ -90,8 +90,17 @@ def quantize(
     source, folder = Path(folder_in).resolve(), Path(folder_out).resolve()
     _check(source, folder, weights, quantization, calibration)
     parts = None if plan is None else Path(plan)
+    if parts is not None and (source / PI2_FOLDER).exists():
+        raise ConfigError(
+            "quantize(plan=...)",
+            expected="none: the folder has its own",
+            found=str(parts),
+            fix="Leave it out, or name the dense checkpoint.",
+        )
     if parts is not None:
-        _check_parts(source, parts)
+        with Parts(parts) as opened:
+            own = opened.plan()
+            check_predictors(own, opened.each_predictor(own.model_hash), parts)
 
     def calibrate(sites: list[FFNSite], linears: Collection[str]) -> Mapping[str, torch.Tensor]:
         model = load_mapped(source, scratch=folder.parent, trust_remote_code=trust_remote_code, progress=progress)
@@ -219,20 +228,6 @@ def _check(source: Path, folder: Path, weights: str, quantization: str, calibrat
             fix="Pass both calibration=... and quantization='gptq', or neither.",
         )
     check_separate("quantize", source, folder)
-
-
-def _check_parts(source: Path, parts: Path) -> None:
-    """Raises ConfigError: ``source`` has its own. ArtifactError, StaleArtifactError: they do not match."""
-    if (source / PI2_FOLDER).exists():
-        raise ConfigError(
-            "quantize(plan=...)",
-            expected="none: the folder has its own",
-            found=str(parts),
-            fix="Leave it out, or name the dense checkpoint.",
-        )
-    with Parts(parts) as found:
-        plan = found.plan()
-        check_predictors(plan, found.each_predictor(plan.model_hash), parts)
 
 
 def new_plan(found: Found) -> Plan:

@@ -176,8 +176,15 @@ def save_weights(model: nn.Module, plan: Plan, folder: Path) -> Plan:
         else:
             strategies[layer.site.key] = way
             layers.append(layer)
+    if dense and not strategies:
+        raise UnsupportedModelError(
+            f"saving a quantised {type(model).__name__}",
+            expected="modules that compute a feed-forward layer, or chains of modules",
+            found=named(dense),
+            fix="Move the FFN into a module of its own, or save the float model.",
+        )
     if dense:
-        _check_dense(model, dense, strategies)
+        _log.warning("left dense in the folder, as floats: %s", named(dense))
     for layer in layers:
         tensors[f"{layer.site.key}.bundles"] = layer.neuron_rows.view(torch.uint8)
         biases = {name: getattr(layer, name) for name in _BIASES}
@@ -204,18 +211,6 @@ def save_without_weights(model: Any, folder: Path) -> None:
     model.save_pretrained(folder, state_dict={})  # writes a file without weights
     for path in folder.glob("model*.safetensors*"):
         path.unlink()
-
-
-def _check_dense(model: nn.Module, dense: Mapping[str, str], others: Mapping[str, str]) -> None:
-    """Warn about layers that stay dense. Raises UnsupportedModelError: all do."""
-    if not others:
-        raise UnsupportedModelError(
-            f"saving a quantised {type(model).__name__}",
-            expected="modules that compute a feed-forward layer, or chains of modules",
-            found=named(dense),
-            fix="Move the FFN into a module of its own, or save the float model.",
-        )
-    _log.warning("left dense in the folder, as floats: %s", named(dense))
 
 
 def _floats(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -126,7 +126,11 @@ class Quantizer:
                 if layer.site.key in self._strategies:
                     report.errors[layer.site.key] = self._write_site(layer, out, digest)
                 else:  # the hash covers dense layers too, as when the model is rewritten in memory
-                    self._add_to(digest, layer.site)
+                    for role, ref in refs_of(layer.site):
+                        update_digest(digest, self._matrix(layer.site, ref, role))
+                    for _, ref in refs_of(layer.site):
+                        if ref.bias is not None:
+                            update_digest(digest, ref.take_bias(self._checkpoint.read(self._stored(ref.bias))))
             found = digest.hexdigest()
             if self._plan.model_hash not in (found, NO_HASH):
                 raise StaleArtifactError(
@@ -138,13 +142,6 @@ class Quantizer:
                 )
             out.set_metadata("model_hash", found)
         return report, found
-
-    def _add_to(self, digest: Any, site: FFNSite) -> None:
-        for role, ref in refs_of(site):
-            update_digest(digest, self._matrix(site, ref, role))
-        for _, ref in refs_of(site):
-            if ref.bias is not None:
-                update_digest(digest, ref.take_bias(self._checkpoint.read(self._stored(ref.bias))))
 
     @property
     def _in_rows(self) -> dict[str, int]:

@@ -316,7 +316,12 @@ class Batch:
         self.prefixes.add(read, lambda first, last: self._decoder.copy_kv(row, first, last))
 
     def _step(self) -> None:
-        self._drop_waiting()
+        with self._changed:
+            gone = [sequence for sequence in self._waiting if sequence._cancelled]
+            for sequence in gone:
+                self._waiting.remove(sequence)
+        for sequence in gone:
+            self._end(sequence, sequence._cancelled or "")
         for reason in ("stop", "cancelled"):
             self._drop([sequence for sequence in self._live if sequence._cancelled == reason], reason)
         if not self._live:
@@ -328,14 +333,6 @@ class Batch:
         self.counts.step_seconds += time.perf_counter() - started
         self.counts.steps += 1
         self._take(list(zip(self._live, logits_BV, strict=True)))
-
-    def _drop_waiting(self) -> None:
-        with self._changed:
-            gone = [sequence for sequence in self._waiting if sequence._cancelled]
-            for sequence in gone:
-                self._waiting.remove(sequence)
-        for sequence in gone:
-            self._end(sequence, sequence._cancelled or "")
 
     def _take(self, logits: list[tuple[Sequence, torch.Tensor]]) -> None:
         for sequence, logits_V in logits:

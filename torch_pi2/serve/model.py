@@ -80,7 +80,14 @@ class ServedModel:
 
     def prompts(self, request: CompletionRequest | ChatRequest) -> list[list[int]]:
         """Token ids of each prompt. Raises ConfigError: the model, its tokenizer or the batch cannot take them."""
-        self._check_count(request)
+        count = request.n * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
+        if count > self.batch.capacity:
+            raise ConfigError(
+                "n",
+                expected=f"at most {self.batch.capacity} answers to all prompts, decoded or waiting",
+                found=str(count),
+                fix="Ask for fewer, or start with a longer queue (--max-queue).",
+            )
         if request.top is not None:
             self.bytes_of(0)  # takes a second the first time: not in the event loop
         if isinstance(request, ChatRequest):
@@ -90,16 +97,6 @@ class ServedModel:
             self._checked(prompt if isinstance(prompt, list) else self.tokenizer(prompt)["input_ids"])
             for prompt in request.prompts
         ]
-
-    def _check_count(self, request: CompletionRequest | ChatRequest) -> None:
-        count = request.n * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
-        if count > self.batch.capacity:
-            raise ConfigError(
-                "n",
-                expected=f"at most {self.batch.capacity} answers to all prompts, decoded or waiting",
-                found=str(count),
-                fix="Ask for fewer, or start with a longer queue (--max-queue).",
-            )
 
     def _checked(self, ids: list[int]) -> list[int]:
         if not ids:
