@@ -24,7 +24,6 @@ from torch import fx, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from torch_pi2.base.offloaded import OffloadedParameter
 from torch_pi2.base.progress import log_once
@@ -265,9 +264,9 @@ class GraphRunner:
 
     def _compare(self, ids_BT: torch.Tensor) -> torch.Tensor:
         assert self._calls is not None
-        with self._recording():
+        with self._recording() if self._run is None else nullcontext():
             result, equal = repeat(self._forward, ids_BT, self._calls)
-        if not (equal and self._same()):
+        if not (equal and (self._run is not None or self._same())):
             if self._replayed:
                 log_once(
                     f"a step of the model is not the one that was recorded, and up to {self._replayed} steps before "
@@ -300,7 +299,8 @@ class _Recorder(TorchFunctionMode):
         if not self.failed:
             try:
                 if self._is_call(func, args, kwargs or {}, result):
-                    self._add(func, [self._named(value) for value in args], self._named(kwargs or {}), result)
+                    named = {name: self._named(value) for name, value in kwargs.items()} if kwargs else {}
+                    self._add(func, [self._named(value) for value in args], named, result)
             except _NotRecorded:
                 self.failed = True
         return result
@@ -314,7 +314,8 @@ class _Recorder(TorchFunctionMode):
     def _is_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
         name = getattr(func, "__name__", "")
         is_operator = isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
-        if not (name == "__setitem__" or (result is None and is_operator) or _has_tensors(result)):
+        changes = name == "__setitem__" or (result is None and is_operator)
+        if not (isinstance(result, torch.Tensor) or changes or _has_tensors(result)):
             if name != "__get__" and name not in _FACTS and _has_tensors((args, kwargs)):
                 raise _NotRecorded(name)
             return False
@@ -337,11 +338,13 @@ class _Recorder(TorchFunctionMode):
 
     def _named(self, value: Any) -> Any:
         """``value`` with names in place of tensors."""
+        if (ref := self._refs.get(id(value))) is not None:
+            return ref
         kind = type(value)
         if kind in PLAIN:
             return value
         if isinstance(value, torch.Tensor):
-            return self._refs.get(id(value)) or self._input(value)
+            return self._input(value)
         if kind is tuple or kind is torch.Size:
             return tuple(map(self._named, value))
         if kind is list:
@@ -368,20 +371,22 @@ class _Comparer(_Recorder):
         self._expected, self._next = calls, iter(calls.made)
         self._refs = {id(tensor): ref for tensor, ref in calls.inputs[1:]} | {id(ids_BT): calls.inputs[0][1]}
 
+    def _is_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
+        return isinstance(result, torch.Tensor) or super()._is_call(func, args, kwargs, result)
+
     def _add(self, func: Any, args: list[Any], kwargs: Any, result: Any) -> None:
         called, given, named, made = next(self._next, (None, None, None, None))
         if not (func == called and args == given and kwargs == named and self._matches(result, made)):
             raise _NotRecorded("another call")
 
     def _matches(self, result: Any, made: Any) -> bool:
-        if isinstance(result, torch.Tensor):
-            if not isinstance(made, _Ref):
-                return False
-            self._is(result, made)
-            return True
+        if isinstance(made, _Ref):
+            self._refs[id(result)] = made
+            self._alive.append(result)
+            return isinstance(result, torch.Tensor)
         if isinstance(result, (tuple, list)) and isinstance(made, tuple):
             return len(result) == len(made) and all(map(self._matches, result, made))
-        return made is None
+        return made is None and not isinstance(result, torch.Tensor)
 
     def _input(self, tensor: torch.Tensor) -> _Ref:
         raise _NotRecorded("another tensor")
@@ -398,12 +403,14 @@ def _has_tensors(value: Any) -> bool:
 
 
 def _is_sized_by_values(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    given = [leaf for leaf in pytree.tree_leaves((args[1:], kwargs)) if isinstance(leaf, torch.Tensor)]
     if name == "__getitem__":
-        return any(index.dtype in (torch.bool, torch.uint8) for index in given)
+        given = args[1] if isinstance(args[1], tuple) else args[1:]
+        return any(isinstance(t, torch.Tensor) and t.dtype in (torch.bool, torch.uint8) for t in given)
     if name == "where":
         return len(args) + len(kwargs) == 1
-    return name in _SIZED_BY_VALUES or (name == "repeat_interleave" and (bool(given) or len(args) + len(kwargs) == 1))
+    if name == "repeat_interleave":
+        return _has_tensors((args[1:], kwargs)) or len(args) + len(kwargs) == 1
+    return name in _SIZED_BY_VALUES
 
 
 def _source(name: str, tensor: torch.Tensor) -> str:
