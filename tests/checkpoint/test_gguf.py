@@ -306,6 +306,7 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     ("llama", "attention.head_count_kv", 0, "head_count_kv in .*: expected a whole number from 1 to"),
     ("llama", "attention.head_count", 0, "llama.attention.head_count in .*: expected a whole number from 1"),
     ("llama", "attention.head_count", 3, "attention.key_length in .*: expected 256, .*found 192"),
+    ("llama", "attention.head_count_kv", 3, "attention.head_count_kv in .*: expected 128, .*found 192"),
     ("llama", "attention.layer_norm_rms_epsilon", None, "layer_norm_rms_epsilon in .*found 'nothing'"),
     ("llama", "embedding_length", 512, "embedding_length in .*: expected 256, .*found 512"),
     ("llama", "logit_scale", 2.0, "expected metadata that is known, .*, found llama.'logit_scale' 2.0"),

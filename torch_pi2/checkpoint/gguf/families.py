@@ -287,8 +287,10 @@ def _check_sizes(file: GgufFile, config: Mapping[str, Any], meta: ArchMetadata) 
         ("vocab_size", config["vocab_size"], file.tensor("token_embd.weight").rows),
         *(("expert_count", meta.number("expert_count", 0), t.shape[0]) for t in experts),
     ]
-    if "blk.0.attn_q.weight" in file.tensors:
-        claims.append(("attention.key_length", width * heads, file.tensors["blk.0.attn_q.weight"].rows))
+    of_keys = ("attention.head_count_kv", config["num_key_value_heads"])
+    for name, (key, count) in {"attn_q": ("attention.key_length", heads), "attn_k": of_keys}.items():
+        if (matrix := file.tensors.get(f"blk.0.{name}.weight")) is not None:
+            claims.append((key, width * count, matrix.rows))
     if len(ffn) == 2:
         claims += [("feed_forward_length", config["intermediate_size"], t.rows) for t in ffn]
     for key, claimed, found in claims:
