@@ -17,7 +17,7 @@ from benchmarks.attention import Recorder
 from torch_pi2.base.offloaded import OffloadedParameter
 from torch_pi2.decode.attention import masks_of, packed_attention, packed_sdpa
 from torch_pi2.decode.decoder import Decoder
-from torch_pi2.errors import ConfigError, Pi2Error, ShapeError, UnsupportedModelError
+from torch_pi2.errors import ConfigError, DtypeError, Pi2Error, ShapeError, UnsupportedModelError
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.ops import load
@@ -396,3 +396,12 @@ def test_ids_are_checked(name: str) -> None:
 def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Decoder(tiny("llama-relu"), **({"max_tokens": 8} | settings))
+
+
+def test_a_model_that_was_converted_needs_another_decoder() -> None:
+    model = tiny("llama-relu")
+    decoder = Decoder(model, max_tokens=40, compiled=False)
+    decoder.prompt(PROMPT_BT)
+    model.to(torch.bfloat16)
+    with pytest.raises(DtypeError, match="Make another Decoder after converting"):
+        decoder.prompt(PROMPT_BT)

@@ -371,3 +371,25 @@ def test_processors_may_set_infinity() -> None:
     model = torch_pi2.optimize(tiny("llama-relu"))
     found = model.generate(IDS, max_new_tokens=3, do_sample=False, logits_processor=LogitsProcessorList([_Forced()]))
     assert found[0, -3:].tolist() == [7, 7, 7]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_cache_that_was_patched_is_used(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Halved(DynamicCache):
+        def update(self, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return super().update(key, value * 0.5, *args, **kwargs)
+
+    update = transformers.cache_utils.DynamicLayer.update
+    dense = tiny("llama-relu")
+    model = torch_pi2.optimize(copy.deepcopy(dense))
+    model.generate(IDS, max_new_tokens=20, do_sample=False)
+    if whole:
+        monkeypatch.setattr(transformers.generation.utils, "DynamicCache", Halved)
+    else:
+        monkeypatch.setattr(
+            transformers.cache_utils.DynamicLayer,
+            "update",
+            lambda self, key, value, *_, **__: update(self, key, value * 0.5),
+        )
+    found, wanted = (one.generate(IDS, max_new_tokens=20, do_sample=False) for one in (model, dense))
+    assert torch.equal(found, wanted)

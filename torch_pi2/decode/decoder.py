@@ -146,6 +146,7 @@ class Decoder:
             ``logits``: float16 overflows.
         ShapeError: (by methods) a prompt or step does not fit, or no prompt has been read.
         DeviceError: the model is on several GPUs, or (by methods that read a prompt) has been moved since.
+        DtypeError: (by methods that read a prompt) the model has been converted since.
     """
 
     #: Its id in the other processes, if a coordinator broadcasts its calls (:func:`torch_pi2.lead`).
@@ -185,6 +186,7 @@ class Decoder:
         self.model, self.max_tokens, self.batch, self.rows = model, max_tokens, batch, batch
         self.lengths, self.logits, self.chunk_tokens = list[int](), logits, chunk_tokens
         self.device, self.compiled, self.recorded = device_of(model), compiled and recorded is not False, recorded
+        self._dtype = getattr(model, "dtype", None)
         self._inspect_model()
         self._kv = KeyValues(model, max_tokens, batch, self.device)
         self.cache: Any = None
@@ -212,6 +214,13 @@ class Decoder:
                 expected=f"the model on {self.device}, where keys and values are",
                 found=f"it on {device}",
                 fix="Make another Decoder after moving a model.",
+            )
+        if (dtype := getattr(self.model, "dtype", None)) != self._dtype:
+            raise DtypeError(
+                f"Decoder of {type(self.model).__name__}",
+                expected=f"the model in {self._dtype}, as keys and values are",
+                found=f"it in {dtype}",
+                fix="Make another Decoder after converting a model.",
             )
         self._divided = any(home.split is not None for home in homes(self.model))
         self._lazy = any(isinstance(part, LazyDown) for _, part in replacements(self.model))

@@ -232,9 +232,9 @@ class Guards:
             sys.setprofile(None)
             if collects:
                 gc.enable()
-        for code in ran.keys() - self._codes:
+        for code in [code for code in ran if code not in self._codes]:
             scope = ran[code]
-            if not _is_known(code, scope):
+            if not is_known(code, scope):
                 self.unknown = f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
                 return
             self._codes.add(code)
@@ -274,7 +274,7 @@ def _known_folders() -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(f"{folder}/" for folder in packages), tuple(f"{folder}/" for folder in library)
 
 
-def _is_known(code: CodeType, scope: dict[str, Any]) -> bool:
+def is_known(code: CodeType, scope: dict[str, Any]) -> bool:
     file, (packages, library) = code.co_filename, _known_folders()
     if file.startswith("<"):  # generated, as the methods of dataclasses and of named tuples are, or frozen
         name = str(scope.get("__name__"))

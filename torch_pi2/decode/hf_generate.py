@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 
 from torch_pi2.decode.chunked_prefill import most_positions
 from torch_pi2.decode.decoder import Decoder
+from torch_pi2.decode.guards import is_known
 from torch_pi2.decode.plan_controller import controller_of
 from torch_pi2.decode.sequence import not_finite
 from torch_pi2.errors import UnsupportedModelError
@@ -34,6 +36,8 @@ _KNOWN |= {"synced_gpus", "tokenizer", "logits_processor", "stopping_criteria"}
 _UNSUPPORTED = ("return_dict_in_generate", "prefill_chunk_size", "cache_implementation", "compile_config")
 #: Methods that models with special inputs override.
 _PLAIN = ("_sample", "_prefill", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+#: Caches of transformers' loop, which a Decoder's takes the place of.
+_REPLACED = ("Cache", "DynamicCache", "DynamicLayer", "DynamicSlidingWindowLayer")
 #: Size of a pooled Decoder in tokens: this, or the next power of two (on a GPU multiple).
 _LEAST_TOKENS = 256
 
@@ -190,7 +194,18 @@ def _is_plain(model: Any) -> bool:
     own = any(getattr(kind, name, None) is not getattr(GenerationMixin, name, None) for name in _PLAIN)
     own = own or not vars(model).keys().isdisjoint(_PLAIN)  # as PEFT's prompt tuning puts them on a model
     called = model.training or model._compiled_call_impl is not None or torch.is_autocast_enabled("cpu")
-    return not (own or called or torch.compiler.is_compiling() or model.config.is_encoder_decoder)
+    return _is_unpatched() and not (own or called or torch.compiler.is_compiling() or model.config.is_encoder_decoder)
+
+
+def _is_unpatched() -> bool:
+    """Whether the steps and caches of transformers' loop, which ours replace, are transformers' own."""
+    from transformers import GenerationMixin, cache_utils
+    from transformers.generation import utils
+
+    functions = [getattr(GenerationMixin, name, None) for name in _PLAIN]
+    functions += [value for kind in _REPLACED for value in vars(getattr(cache_utils, kind, object)).values()]
+    known = all(is_known(f.__code__, f.__globals__) for f in functions if isinstance(f, FunctionType))
+    return known and utils.DynamicCache is cache_utils.DynamicCache
 
 
 def _supports(input_ids: torch.Tensor, config: Any, kwargs: dict[str, Any]) -> bool:
