@@ -254,7 +254,9 @@ def test_a_bound_plan_can_be_pickled_and_comes_back_unbound() -> None:
 def test_missing_predictor_is_refused() -> None:
     ffn = FFN("silu")
     plan = make_plan(ffn, [ffn.site("silu")], "lowrank")
-    with pytest.raises(ConfigError, match=r"predictor of ffn: expected one for every .* found predictors for no layer"):
+    with pytest.raises(
+        ConfigError, match=r"predictor of ffn: expected one with .* for every .* found predictors for no layer"
+    ):
         NeuronClusterMode(plan)
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_pi2.base.fields import checked
+from torch_pi2.base.fields import argument, checked
 from torch_pi2.base.modules import fresh_settings, has_hooks, has_sparse_layers
 from torch_pi2.errors import ConfigError, GradientError
 from torch_pi2.graph.routed import masked
@@ -283,12 +283,8 @@ class NeuronClusterMode(PredictedMaskMode):
     def __init__(self, plan: Plan, predictors: Mapping[str, Predictor] | None = None) -> None:
         predictors, model = predictors or {}, plan.model()
         if has_sparse_layers(model):
-            raise ConfigError(
-                "NeuronClusterMode",
-                expected="a dense model",
-                found="one that torch_pi2 has rewritten",
-                fix="Call torch_pi2.restore(model) first.",
-            )
+            dense = argument(model, "NeuronClusterMode", "Call torch_pi2.restore(model) first.")
+            dense.wrong("a dense model", "one that torch_pi2 has rewritten")
         layers = [y for y in plan.layers if y.method != Method.DENSE and y.n_cold and y.site.experts is None]
         layers = [y for y in layers if not cuts(y.site.activation)]  # cuts need every gate between the matmuls
         for layer in layers:
@@ -358,9 +354,7 @@ def _refuse_hooks(model: nn.Module, site: FFNSite) -> None:
     between = [(name, False, True) for name in firsts] + [(name, True, True) for name in site.inner]
     for name, pre, post in [*between, (down, True, False)]:
         if has_hooks(model.get_submodule(name), pre=pre, post=post):
-            raise ConfigError(
-                f"NeuronClusterMode at {site.key}",
-                expected="nothing between its matmuls that could change what fires",
-                found=f"a hook on {name}",
-                fix="Remove it meanwhile, or plan this layer as 'dense'.",
+            what = argument(
+                site, f"NeuronClusterMode at {site.key}", "Remove it meanwhile, or plan this layer as 'dense'."
             )
+            what.wrong("nothing between its matmuls that could change what fires", f"a hook on {name}")

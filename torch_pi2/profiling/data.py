@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torch_pi2.base.dtypes import dtype_name
-from torch_pi2.base.fields import argument
+from torch_pi2.base.fields import Field, argument
 from torch_pi2.errors import CalibrationError
 from torch_pi2.store.trust import tokenizer_of
 from torch_pi2.types.config import Config
@@ -181,12 +181,8 @@ def check_ids(model: nn.Module, batch: Batch) -> None:
     low, high = int(ids_BT.min()), int(ids_BT.max())
     for vocabulary in numbers_of(model, "vocab_size"):
         if low < 0 or high >= vocabulary:
-            raise CalibrationError(
-                "calibration token ids",
-                expected=f"0 to {vocabulary - 1} (the model's vocabulary)",
-                found=f"{low} to {high}",
-                fix="Use the model's own tokenizer.",
-            )
+            ids = Field(ids_BT, "calibration token ids", "Use the model's own tokenizer.", CalibrationError)
+            ids.wrong(f"0 to {vocabulary - 1} (the model's vocabulary)", f"{low} to {high}")
     for positions in numbers_of(model, "max_position_embeddings"):
         if ids_BT.shape[1] > positions:
             raise CalibrationError(
@@ -238,23 +234,16 @@ def _are_ids(values: Any) -> bool:
 
 def _check_ids(ids: torch.Tensor, what: str) -> torch.Tensor:
     if not _are_ids(ids):
-        raise CalibrationError(
-            what,
-            expected="integer token ids [T] or [N, T]",
-            found=f"{dtype_name(ids.dtype)} {tuple(ids.shape)}",
-            fix="Tokenise the text first; inputs that are not ids go in tuples of the model's arguments.",
-        )
+        fix = "Tokenise the text first; inputs that are not ids go in tuples of the model's arguments."
+        found = f"{dtype_name(ids.dtype)} {tuple(ids.shape)}"
+        Field(ids, what, fix, CalibrationError).wrong("integer token ids [T] or [N, T]", found)
     return ids.long()
 
 
 def _encode(text: str, tokenizer: Any) -> torch.Tensor:
     if tokenizer is None:
-        raise CalibrationError(
-            "calibration text",
-            expected="a tokenizer to go with it",
-            found="tokenizer=None",
-            fix="Pass tokenizer=AutoTokenizer.from_pretrained(...) or ids instead of text.",
-        )
+        fix = "Pass tokenizer=AutoTokenizer.from_pretrained(...) or ids instead of text."
+        Field(None, "calibration text", fix, CalibrationError).wrong("a tokenizer to go with it", "tokenizer=None")
     if not callable(tokenizer):
         argument(tokenizer, "tokenizer").wrong("a tokenizer: called with a text, it gives its ids")
     found = tokenizer(text)
@@ -313,12 +302,10 @@ def _from_dict(item: Mapping[str, Any]) -> Batch:
     ids_BT = ids_BT.reshape(1, -1) if ids_BT.dim() == 1 else ids_BT
     mask_BT = torch.ones_like(ids_BT).bool() if mask is None else torch.as_tensor(mask).bool()
     if mask_BT.numel() != ids_BT.numel():
-        raise CalibrationError(
-            "attention_mask",
-            expected=f"one for every id, {tuple(ids_BT.shape)}",
-            found=f"{tuple(mask_BT.shape)}",
-            fix="Pass the mask that the tokenizer gave with these ids, or none.",
+        mask = Field(
+            mask, "attention_mask", "Pass the mask that the tokenizer gave with these ids, or none.", CalibrationError
         )
+        mask.wrong(f"one for every id, {tuple(ids_BT.shape)}", f"{tuple(mask_BT.shape)}")
     mask_BT = mask_BT.reshape(ids_BT.shape)
     return Batch(ids_BT, mask_BT, (), kwargs)
 
@@ -409,12 +396,9 @@ def split(data: list[Batch], batch_size: int) -> dict[str, list[Batch]]:
     """Three sets of sequences, 6 : 2 : 2, to fit, calibrate and evaluate."""
     rows = rows_of(data)
     if len(rows) < MIN_SEQUENCES:
-        raise CalibrationError(
-            "sequences to fit and to measure on",
-            expected=f"at least {MIN_SEQUENCES} (6 to fit, 2 to calibrate, 2 to evaluate)",
-            found=str(len(rows)),
-            fix="Pass more text or a smaller seq_len.",
-        )
+        fix = "Pass more text or a smaller seq_len."
+        sequences = Field(len(rows), "sequences to fit and to measure on", fix, CalibrationError)
+        sequences.wrong(f"at least {MIN_SEQUENCES} (6 to fit, 2 to calibrate, 2 to evaluate)")
     names = ("fit",) * 6 + ("calibrate",) * 2 + ("evaluate",) * 2
     parts: dict[str, list[Batch]] = {"fit": [], "calibrate": [], "evaluate": []}
     for i, row in enumerate(rows):
