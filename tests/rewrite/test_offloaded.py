@@ -232,6 +232,13 @@ def test_a_model_with_adapters_is_not_saved() -> None:
         torch_pi2.save(model, "never made")
 
 
+def test_a_model_whose_layers_were_taken_out_is_not_saved() -> None:
+    model = _exact(tiny("llama-relu"), IDS_BT)
+    model.model.layers = model.model.layers[:1]
+    with pytest.raises(ConfigError, match=r"none with model\.layers\.1\.mlp\.down_proj.*taken out or replaced"):
+        torch_pi2.save(model, "never made")
+
+
 class Adapted(nn.Linear):
     """Weights that are changed as PEFT changes them: through ``.data``."""
 

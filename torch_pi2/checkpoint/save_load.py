@@ -162,6 +162,13 @@ def current_state(model: nn.Module) -> SparseState:
     if weights_of(model) != "float":
         return parts  # quantised rows cannot change; the hash is that of the float weights
     values = {name: value for home in homes(model) for name, value in home.dense_values().items()}
+    if gone := {name for layer in parts.plan.layers for name in layer.site.parameter_names} - values.keys():
+        raise ConfigError(
+            f"saving {type(model).__name__}",
+            expected="the sparse layers of its plan",
+            found=f"none with {min(gone)}: a layer was taken out or replaced since",
+            fix="Call torch_pi2.restore(model) before layers are changed, and optimize it again.",
+        )
     dense: Any = SimpleNamespace(get_parameter=values.__getitem__)
     found = weights_hash(dense, [layer.site for layer in parts.plan.layers])
     if found == parts.plan.model_hash:
