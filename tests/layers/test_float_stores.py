@@ -60,7 +60,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """LLaMA's modules are seen to compute the layer without being traced, which takes longer than all the rest."""
-    monkeypatch.setattr(Stored, "_try", lambda _self, _group: "owner")
+    monkeypatch.setattr(Stored, "_try", lambda _self, _group, _lazy: "owner")
 
 
 @pytest.mark.parametrize("weights", DTYPES)

@@ -77,6 +77,7 @@ def test_the_result_is_an_ordinary_checkpoint_with_zeros(dense: Path, done: tupl
 def test_report_and_card_say_what_was_done(done: tuple[Path, SparsifyReport]) -> None:
     out, report = done
     said = json.loads((out / "sparsify.json").read_text())
+    assert said.pop("crc32c")
     assert said == json.loads(json.dumps(report.to_json()))
     assert (said["format"], said["version"], said["settings"]["steps"]) == ("torch_pi2.sparsify", 1, 40)
     assert [row["step"] for row in said["curve"]] == [10, 20, 30, 40]

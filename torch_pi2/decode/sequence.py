@@ -79,7 +79,8 @@ def end_tokens(model: Any, given: int | list[int] | None, tokenizer: Any = None)
     return ends | (other & set(added)) | _ids(getattr(tokenizer, "eos_token_id", None)) | _closing(tokenizer, added)
 
 
-def _ids(tokens: int | list[int] | None) -> set[int]:
+def _ids(tokens: Any) -> set[int]:
+    tokens = tokens.tolist() if isinstance(tokens, torch.Tensor) else tokens
     several = [] if tokens is None else [tokens] if isinstance(tokens, int) else tokens
     return {argument(token, "generate(eos_token_id)").whole() for token in several}
 

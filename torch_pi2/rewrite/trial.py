@@ -117,7 +117,7 @@ def _overrides(model: nn.Module, group: Group, strategies: Mapping[str, str]) ->
 
 def _results(model: nn.Module, example: tuple[Any, Any]) -> list[torch.Tensor]:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         args, kwargs = tree_map_only(torch.Tensor, torch.clone, tuple(example))
         found = [t for t in tree_leaves(model(*args, **kwargs)) if isinstance(t, torch.Tensor)]
     thin = [t.flatten()[:: -(-t.numel() // _MOST) or 1] for t in found if t.is_floating_point()]
