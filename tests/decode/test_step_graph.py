@@ -408,6 +408,9 @@ CODE: dict[str, Callable[[Any, pytest.MonkeyPatch], None]] = {
     "PyTorch's attention": _replaced(torch.nn.functional, "scaled_dot_product_attention"),
     "a registry": _registered,
     "a method of tensors": _replaced(torch.Tensor, "pow"),
+    "code of a function": lambda _, patch: patch.setattr(
+        modeling_llama.rotate_half, "__code__", modeling_gptj.rotate_every_two.__code__
+    ),
     "an attribute of a class": lambda _, patch: patch.setattr(Settings, "factor", 3.0),
     "a module in place of another": lambda model, _: setattr(model.model.layers[1], "mlp", nn.Identity()),
     "a field of a configuration": lambda model, _: model.set_attn_implementation("eager"),

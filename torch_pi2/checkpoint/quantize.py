@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from torch_pi2.base.dtypes import DTYPES, dtype_name
-from torch_pi2.base.fields import checked
+from torch_pi2.base.fields import argument, checked
 from torch_pi2.base.files import not_written, replacing_folder
 from torch_pi2.base.memory import letting_go
 from torch_pi2.base.modules import fresh_settings
@@ -91,11 +91,8 @@ def quantize(
     _check(source, folder, weights, quantization, calibration)
     parts = None if plan is None else Path(plan)
     if parts is not None and (source / PI2_FOLDER).exists():
-        raise ConfigError(
-            "quantize(plan=...)",
-            expected="none: the folder has its own",
-            found=str(parts),
-            fix="Leave it out, or name the dense checkpoint.",
+        argument(parts, "quantize(plan=...)", "Leave it out, or name the dense checkpoint.").wrong(
+            "none: the folder has its own", str(parts)
         )
     if parts is not None:
         with Parts(parts) as opened:

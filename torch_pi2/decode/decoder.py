@@ -177,11 +177,8 @@ class Decoder:
                 fix="max_tokens is the length of prompt and answer together.",
             )
         if max_tokens > (most := most_positions(model)):
-            raise ConfigError(
-                "tokens of prompt and answer",
-                expected=f"at most {most}: {type(model).__name__} has a table of so many positions",
-                found=str(max_tokens),
-                fix="Ask for fewer, or shorten the prompt.",
+            argument(max_tokens, "tokens of prompt and answer", "Ask for fewer, or shorten the prompt.").wrong(
+                f"at most {most}: {type(model).__name__} has a table of so many positions", str(max_tokens)
             )
         self.model, self.max_tokens, self.batch, self.rows = model, max_tokens, batch, batch
         self.lengths, self.logits, self.chunk_tokens = list[int](), logits, chunk_tokens

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from torch_pi2.base.dtypes import dtype_name
-from torch_pi2.base.fields import checked
+from torch_pi2.base.fields import argument, checked
 from torch_pi2.decode.decoder import Decoder, check_vocabulary
 from torch_pi2.decode.hf_generate import decoder_for, pool_of
 from torch_pi2.decode.sequence import GeneratedSequence, Sampling, decode_loop, end_tokens, pick
@@ -286,12 +286,11 @@ def _draft_tokens(
         )
     drafted = prompt_lookup if lookup else 0 if not assisted else _DRAFTED if draft_tokens is None else draft_tokens
     if (lookup or assisted) and not 1 <= drafted <= MOST_DRAFTED:
-        raise ConfigError(
+        argument(
+            drafted,
             "prompt_lookup" if lookup else "draft_tokens",
-            expected=f"1 to {MOST_DRAFTED}",
-            found=str(drafted),
-            fix="More are not verified in one pass; 3 to 5 are usual.",
-        )
+            "More are not verified in one pass; 3 to 5 are usual.",
+        ).wrong(f"1 to {MOST_DRAFTED}", str(drafted))
     if drafted and (do_sample or sequences > 1):
         raise ConfigError(
             "prompt_lookup" if lookup else "assistant_model",

@@ -48,6 +48,7 @@ class _Watch:
     def __init__(self) -> None:
         self.dicts: list[dict[Any, Any]] = []
         self.lists: list[Any] = []
+        self.functions: dict[FunctionType, tuple[Any, Any]] = {}
         self._versions: list[int] = []
         self._copies: list[Any] = []
 
@@ -55,9 +56,11 @@ class _Watch:
         self._versions, self._copies = list(map(dict_version, self.dicts)), [value.copy() for value in self.lists]
 
     def unwritten(self) -> bool:
-        return list(map(dict_version, self.dicts)) == self._versions and self.lists_same()
+        return list(map(dict_version, self.dicts)) == self._versions and self.contents_same()
 
-    def lists_same(self) -> bool:
+    def contents_same(self) -> bool:
+        if any(f.__code__ is not code or f.__defaults__ is not d for f, (code, d) in self.functions.items()):
+            return False
         try:
             return self.lists == self._copies
         except Exception:  # values with a comparison of their own
@@ -111,7 +114,6 @@ class _Names:
     def __init__(self) -> None:
         self._entries: list[tuple[dict[Any, Any], Any, Any]] = []
         self._sizes: list[tuple[dict[Any, Any], int]] = []
-        self._functions: dict[FunctionType, Any] = {}
         self._seen = set[Any]()
         self.watch = _Watch()
 
@@ -127,8 +129,7 @@ class _Names:
     def same(self) -> bool:
         found = (dict.get(holder, name, _MISSING) is value for holder, name, value in self._entries)
         sized = (dict.__len__(holder) == size for holder, size in self._sizes)
-        code = (f.__code__ is code and f.__defaults__ is values for f, (code, values) in self._functions.items())
-        return all(found) and all(sized) and all(code) and self.watch.lists_same()
+        return all(found) and all(sized) and self.watch.contents_same()
 
     def _watched(self, values: dict[str, Any]) -> None:
         if self._first(id(values)):
@@ -148,7 +149,7 @@ class _Names:
         elif isinstance(value, type):
             self.add_class(value)
         elif isinstance(value, FunctionType):
-            self._functions[value] = value.__code__, value.__defaults__
+            self.watch.functions[value] = value.__code__, value.__defaults__
         elif value is not _MISSING and type(value) not in PLAIN and not isinstance(value, logging.Logger):
             self._object(value)
 

@@ -229,6 +229,8 @@ def static_cache(model: nn.Module, max_tokens: int) -> Any:
     config: Any = getattr(model, "config", None)
     if config is None or getattr(config, "is_encoder_decoder", False):
         raise no_causal_model(model, "a model without a configuration" if config is None else "an encoder-decoder")
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise no_causal_model(model, "an adapter that puts virtual tokens before each prompt")
     if getattr(config, "alibi", False):
         raise UnsupportedModelError(
             type(model).__name__,

@@ -289,7 +289,6 @@ def _quantize(model: nn.Module, linears: str) -> None:
             module.weight = nn.Parameter(module.weight.detach().clone(), requires_grad=False)
     dtypes: Any = {"int4": torch.int4, "int8": torch.int8}  # type: ignore[attr-defined]
     config = Int8DynamicActivationIntxWeightConfig(
-        weight_dtype=dtypes[linears],
-        weight_granularity=PerGroup(_GROUP) if linears == "int4" else PerAxis(0),
+        weight_dtype=dtypes[linears], weight_granularity=PerGroup(_GROUP) if linears == "int4" else PerAxis(0)
     )
     quantize_(model, config, lambda module, _: type(module) is nn.Linear and module.in_features % _GROUP == 0)

@@ -87,11 +87,7 @@ def quiet() -> Iterator[None]:
 
 @checked
 def export_program(
-    model: nn.Module,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    dynamic_shapes: Any = None,
+    model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *, dynamic_shapes: Any = None
 ) -> torch.export.ExportedProgram:
     """Export an optimised model with ``torch.export``; the result needs ``torch_pi2.ops.load()`` to run.
 

@@ -17,15 +17,7 @@ from torch_pi2.base.fields import Field, argument, checked
 from torch_pi2.base.files import check_not_standard_output
 from torch_pi2.base.units import parse_bytes
 from torch_pi2.decode.sequence import GeneratedSequence, TextStream, decode_loop
-from torch_pi2.errors import (
-    ArtifactError,
-    ConfigError,
-    DtypeError,
-    NonFiniteError,
-    Pi2Error,
-    ShapeError,
-    VersionError,
-)
+from torch_pi2.errors import ArtifactError, ConfigError, DtypeError, NonFiniteError, Pi2Error, ShapeError, VersionError
 from torch_pi2.export import executorch as backend
 from torch_pi2.export.manifest import PROGRAM_FILE, STORE_FILE, Manifest
 from torch_pi2.export.text import SamplingKeywords, SamplingSettings, defaults_of, encode, load_tokenizer

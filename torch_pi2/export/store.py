@@ -44,13 +44,7 @@ VERSIONS = (1, 2, 3)
 #: In blob order; ``a`` of a sign-bit predictor has the signs. Those of experts are stacked.
 TENSORS = ("bias_gate", "bias_up", "bias_down", "a", "a_scale", "b", "b_scale", "b_bias")
 #: Predictor kind and format of its rows -> code.
-PREDICTORS = {
-    ("", ""): 0,
-    ("lowrank", ""): 1,
-    ("lowrank_q", "int4"): 2,
-    ("lowrank_q", "int8"): 3,
-    ("signbit", ""): 4,
-}
+PREDICTORS = {("", ""): 0, ("lowrank", ""): 1, ("lowrank_q", "int4"): 2, ("lowrank_q", "int8"): 3, ("signbit", ""): 4}
 _HEAD = struct.Struct("<8sIIIIQII32s")
 _LAYER = struct.Struct("<IIIIIIIIfIdII")
 _TENSOR = struct.Struct("<QQII")

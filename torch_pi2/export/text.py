@@ -209,10 +209,7 @@ def load_tokenizer(folder: Path) -> Any:
         from transformers.utils import logging
     except ImportError as error:
         raise LibraryMissingError(
-            "transformers",
-            expected="it, for text",
-            found=str(error),
-            fix=f"{how_to_install('hf')}, or pass token ids.",
+            "transformers", expected="it, for text", found=str(error), fix=f"{how_to_install('hf')}, or pass token ids."
         ) from error
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # irrelevant warnings about unknown model types

@@ -158,10 +158,7 @@ def _layer(row: Field) -> StoredLayer:
 
 def _damaged(path: str | Path, reason: str, error: Exception | None = None) -> NoReturn:
     raise ArtifactError(
-        str(path),
-        expected="a recording of a store's accesses",
-        found=f"damage ({reason})",
-        fix=_FIX,
+        str(path), expected="a recording of a store's accesses", found=f"damage ({reason})", fix=_FIX
     ) from error
 
 

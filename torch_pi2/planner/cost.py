@@ -157,12 +157,7 @@ def _sums(layer: LayerShape, tokens: float) -> dict[str, np.ndarray]:
 
 
 def expected_misses(
-    shape: ModelShape,
-    batch: int,
-    slots: int,
-    resident: Sequence[int],
-    hot: Sequence[int],
-    accelerator: Sequence[int],
+    shape: ModelShape, batch: int, slots: int, resident: Sequence[int], hot: Sequence[int], accelerator: Sequence[int]
 ) -> np.ndarray:
     """Float64 ``[layers]``: slots that a step of ``batch`` tokens reads with a cache of ``slots`` slots.
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_pi2.base.fields import argument
 from torch_pi2.decode.decoder import check_vocabulary
 from torch_pi2.decode.sequence import LEAST_TEMPERATURE, Sampling, TextStream, end_tokens, hidden_tokens
 from torch_pi2.errors import ConfigError
@@ -82,11 +83,8 @@ class ServedModel:
         """Token ids of each prompt. Raises ConfigError: the model, its tokenizer or the batch cannot take them."""
         count = request.n * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
         if count > self.batch.capacity:
-            raise ConfigError(
-                "n",
-                expected=f"at most {self.batch.capacity} answers to all prompts, decoded or waiting",
-                found=str(count),
-                fix="Ask for fewer, or start with a longer queue (--max-queue).",
+            argument(count, "n", "Ask for fewer, or start with a longer queue (--max-queue).").wrong(
+                f"at most {self.batch.capacity} answers to all prompts, decoded or waiting", str(count)
             )
         if request.top is not None:
             self.bytes_of(0)  # takes a second the first time: not in the event loop
@@ -167,11 +165,8 @@ class ServedModel:
 
         wrong = next((token for token in request.logit_bias if not 0 <= token < self._vocabulary), None)
         if wrong is not None:
-            raise ConfigError(
-                "logit_bias",
-                expected=f"tokens of 0 to {self._vocabulary - 1}",
-                found=str(wrong),
-                fix="Use the tokenizer of this model.",
+            argument(wrong, "logit_bias", "Use the tokenizer of this model.").wrong(
+                f"tokens of 0 to {self._vocabulary - 1}", str(wrong)
             )
         seed = secrets.randbits(48) if request.seed is None else request.seed & (1 << 48) - 1
         greedy = request.temperature < LEAST_TEMPERATURE

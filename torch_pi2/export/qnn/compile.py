@@ -111,12 +111,7 @@ def _probe(settings: Settings, build: str, log: _Log) -> None:
 
 
 def _compile(
-    name: str,
-    programs: dict[str, torch.export.ExportedProgram],
-    settings: Settings,
-    log: _Log,
-    *,
-    convolutions: bool,
+    name: str, programs: dict[str, torch.export.ExportedProgram], settings: Settings, log: _Log, *, convolutions: bool
 ) -> tuple[bytes, bytes, dict[str, dict[str, Any]]]:
     """Context binary, compile specification, and facts of each graph."""
     log.mark()

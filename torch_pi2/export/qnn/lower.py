@@ -121,10 +121,7 @@ def lower_hot(
 
 
 def lower_parts(
-    parts: Iterable[tuple[str, torch.export.ExportedProgram, PartInputs]],
-    settings: Settings,
-    *,
-    progress: bool = False,
+    parts: Iterable[tuple[str, torch.export.ExportedProgram, PartInputs]], settings: Settings, *, progress: bool = False
 ) -> Lowered:
     """Quantise and compile (name, program, inputs) of parts, consumed one at a time; raises as :func:`lower_hot`."""
     if found := problems(settings.soc):

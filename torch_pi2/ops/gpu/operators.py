@@ -79,12 +79,7 @@ def token_slices(tokens: int) -> Iterator[slice]:
         yield slice(first, min(first + MOST_TOKENS, tokens))
 
 
-def compute(
-    y_TH: torch.Tensor,
-    x_TH: torch.Tensor,
-    call: SimpleNamespace,
-    routed: Routed | None = None,
-) -> None:
+def compute(y_TH: torch.Tensor, x_TH: torch.Tensor, call: SimpleNamespace, routed: Routed | None = None) -> None:
     """Write the results of contiguous tokens ``x_TH`` (at least one, few enough for their sums to fit) into ``y_TH``.
 
     Args:
