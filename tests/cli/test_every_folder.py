@@ -81,7 +81,7 @@ def test_what_has_no_dense_weights_and_what_is_no_folder(command: Command, kinds
     [
         ("tokenizer.json", "", "expected files of a Hugging Face tokenizer"),
         ("tokenizer_config.json", "{", "tokenizer_config.json: expected"),
-        ("model.safetensors", "x", r"Copy its weights \(\*.safetensors\) again"),
+        ("model.safetensors", "x", "model.safetensors: expected .* Copy it again"),
     ],
 )
 def test_damaged_folders(

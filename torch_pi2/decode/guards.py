@@ -270,7 +270,7 @@ class Guards:
 @cache
 def _known_folders() -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Those of packages, and those of the standard library, which has folders of other packages in it."""
-    packages = (sys.modules[name].__path__[0] for name in _KNOWN if name in sys.modules)
+    packages = (folder for name in _KNOWN if name in sys.modules for folder in sys.modules[name].__path__)
     library = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
     return tuple(f"{folder}/" for folder in packages), tuple(f"{folder}/" for folder in library)
 
