@@ -27,7 +27,7 @@ _NOT_OURS = ("position_bias", "softcap", "cache")
 
 _lock = threading.Lock()
 #: id of a changed configuration -> number of users inside :func:`packed_attention`, and its original implementation.
-_users: dict[int, tuple[int, str]] = {}
+USERS: dict[int, tuple[int, str]] = {}
 
 
 def packed_sdpa(
@@ -127,17 +127,17 @@ def packed_attention(model: torch.nn.Module) -> Iterator[None]:
         replaceable = _is_usual_sdpa()
         changed = [c for c in configs if (uses_sdpa(c) and replaceable) or (sinks and adds_masks(c))]
         for config in changed:
-            users, before = _users.get(id(config), (0, config._attn_implementation))
-            _users[id(config)] = users + 1, before
+            users, before = USERS.get(id(config), (0, config._attn_implementation))
+            USERS[id(config)] = users + 1, before
             config._attn_implementation = {"": NAME}  # not that of parts
     try:
         yield
     finally:
         with _lock:
             for config in changed:
-                users, before = _users.pop(id(config))
+                users, before = USERS.pop(id(config))
                 if users > 1:  # other threads
-                    _users[id(config)] = users - 1, before
+                    USERS[id(config)] = users - 1, before
                 else:
                     config._attn_implementation = {"": before}
 

@@ -252,8 +252,8 @@ class Decoder:
         logits_BV = logits_BTV[:, -1]
         if self.logits:
             return logits_BV
-        best = logits_BV.max(-1, keepdim=True)  # NaN is the largest
-        return torch.where(best.values.isfinite(), best.indices, -1)
+        best_B1 = logits_BV.argmax(-1, keepdim=True)  # NaN is the largest
+        return torch.where(logits_BV.gather(-1, best_B1).isfinite(), best_B1, -1)
 
     def _forward(self, ids_BT: torch.Tensor, of_each: bool) -> torch.Tensor:
         """Next tokens or logits; ``of_each``: logits ``[T, V]`` of all tokens, each computed as if it came alone."""

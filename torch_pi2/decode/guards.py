@@ -14,6 +14,7 @@ import logging
 import sys
 import sysconfig
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -23,8 +24,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C._dynamo.guards import dict_version
+from torch.utils.hooks import RemovableHandle
 
-from torch_pi2.decode.attention import NAME
+from torch_pi2.decode.attention import NAME, USERS
 
 #: Types of values that are compared; others are compared by identity.
 PLAIN = {bool, int, float, complex, str, type(None), type(...)}
@@ -53,10 +55,15 @@ class _Watch:
         self._copies: list[Any] = []
 
     def begin(self) -> None:
+        self._hooks = RemovableHandle.next_id  # of the next hook of any module
         self._versions, self._copies = list(map(dict_version, self.dicts)), [value.copy() for value in self.lists]
 
     def unwritten(self) -> bool:
-        return list(map(dict_version, self.dicts)) == self._versions and self.contents_same()
+        return (
+            self._hooks == RemovableHandle.next_id
+            and list(map(dict_version, self.dicts)) == self._versions
+            and self.contents_same()
+        )
 
     def contents_same(self) -> bool:
         if any(f.__code__ is not code or f.__defaults__ is not d for f, (code, d) in self.functions.items()):
@@ -93,7 +100,7 @@ class State:
             return type(value).__name__, repr("sdpa" if value == NAME else value)  # a step may be running elsewhere
         if isinstance(value, (dict, list, tuple, set, frozenset)) and depth < 4 and len(value) <= _COMPARED:
             if isinstance(value, dict):
-                if self._watch is not None:
+                if self._watch is not None and not isinstance(value, OrderedDict):  # which hooks are in
                     self._watch.dicts.append(value)
                 return [(repr(k), self._value(v, depth + 1)) for k, v in value.items() if k not in _UNREAD]
             if self._watch is not None and isinstance(value, (list, set)):
@@ -150,7 +157,12 @@ class _Names:
             self.add_class(value)
         elif isinstance(value, FunctionType):
             self.watch.functions[value] = value.__code__, value.__defaults__
-        elif value is not _MISSING and type(value) not in PLAIN and not isinstance(value, logging.Logger):
+        elif (
+            value is not _MISSING
+            and type(value) not in PLAIN
+            and not isinstance(value, logging.Logger)
+            and value is not USERS
+        ):
             self._object(value)
 
     def _module(self, module: ModuleType, names: tuple[str, ...]) -> None:
