@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_pi2.base.fields import Field
 from torch_pi2.base.tensorfile import Spec
-from torch_pi2.errors import ArtifactError, UnsupportedModelError
+from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.store.source import Checkpoint
 
 _log = logging.getLogger("torch_pi2")
@@ -103,12 +104,9 @@ class _Converted:
                 usual = max(shapes, key=shapes.count)
                 for (_, own), shape in zip(parts, shapes):
                     if shape != usual:
-                        raise ArtifactError(
-                            own,
-                            expected=f"{usual}, as others of {self._first}",
-                            found=str(shape),
-                            fix="Get the checkpoint again.",
-                        ) from None
+                        Field(shape, own, "Get the checkpoint again.").wrong(
+                            f"{usual}, as others of {self._first}", str(shape)
+                        )
             raise UnsupportedModelError(
                 f"{self._first}, which transformers makes of other tensors",
                 expected="an operation that needs no more than their shapes to say its result's",

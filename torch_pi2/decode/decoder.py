@@ -78,11 +78,9 @@ def check_vocabulary(model: nn.Module, input_ids: torch.Tensor, what: str = "inp
         )
     wrong = input_ids[(input_ids < 0) | (input_ids >= vocab)]
     if wrong.numel():
-        raise ConfigError(
-            what,
-            expected=f"tokens of 0 to {vocab - 1}, the model's vocabulary",
-            found=f"the token {int(wrong[0])}",
-            fix="Use the tokenizer of this model.",
+        found = f"the token {int(wrong[0])}"
+        argument(wrong, what, "Use the tokenizer of this model.").wrong(
+            f"tokens of 0 to {vocab - 1}, the model's vocabulary", found
         )
 
 

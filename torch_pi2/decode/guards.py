@@ -51,19 +51,15 @@ class _Watch:
         self.dicts: list[dict[Any, Any]] = []
         self.lists: list[Any] = []
         self.functions: dict[FunctionType, tuple[Any, Any]] = {}
-        self._versions: list[int] = []
-        self._copies: list[Any] = []
+        self.begin()
 
     def begin(self) -> None:
         self._hooks = RemovableHandle.next_id  # of the next hook of any module
         self._versions, self._copies = list(map(dict_version, self.dicts)), [value.copy() for value in self.lists]
 
     def unwritten(self) -> bool:
-        return (
-            self._hooks == RemovableHandle.next_id
-            and list(map(dict_version, self.dicts)) == self._versions
-            and self.contents_same()
-        )
+        same = self._hooks == RemovableHandle.next_id and list(map(dict_version, self.dicts)) == self._versions
+        return same and self.contents_same()
 
     def contents_same(self) -> bool:
         if any(f.__code__ is not code or f.__defaults__ is not d for f, (code, d) in self.functions.items()):
@@ -157,12 +153,7 @@ class _Names:
             self.add_class(value)
         elif isinstance(value, FunctionType):
             self.watch.functions[value] = value.__code__, value.__defaults__
-        elif (
-            value is not _MISSING
-            and type(value) not in PLAIN
-            and not isinstance(value, logging.Logger)
-            and value is not USERS
-        ):
+        elif value is not _MISSING and value is not USERS and type(value) not in PLAIN | {logging.Logger}:
             self._object(value)
 
     def _module(self, module: ModuleType, names: tuple[str, ...]) -> None:
@@ -245,8 +236,7 @@ class Guards:
             sys.setprofile(None)
             if collects:
                 gc.enable()
-        for code in [code for code in ran if code not in self._codes]:
-            scope = ran[code]
+        for code, scope in ((code, scope) for code, scope in ran.items() if code not in self._codes):
             if not is_known(code, scope):
                 self.unknown = f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
                 return
