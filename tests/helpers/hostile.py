@@ -90,7 +90,9 @@ TARGETS: dict[str, Target] = {
     "stats": Target("stats.safetensors", ("layers", "made_by"), ActivationStats.load, ("made_by",)),
     "predictors": Target("predictors.safetensors", ("predictors", "report"), load_predictors, ("rounds", "layers")),
     "weights": Target("weights.safetensors", ("linears", "sites"), _open(QuantizedWeights)),
-    "store": Target("model.pi2", ("layers", "checks", "linears", "sites", "provenance"), _open(StoreReader)),
+    "store": Target(
+        "model.pi2", ("layers", "checks", "linears", "sites", "provenance"), _open(StoreReader), ("provenance",)
+    ),
     "verdict": Target("verdict.json", None, lambda p: Verdict.load(p.parent), ("machine", "versions", "not_measured")),
     "hardware": Target("hardware.json", None, Hardware.load, ("notes", "machine", "versions")),
     "device": Target("device.json", None, find_device),

@@ -101,8 +101,9 @@ def parse(
         value = json.loads(text, object_pairs_hook=_without_repeats if unique else None)
         if not _is_flat(value):
             raise RecursionError
-    except (RecursionError, ValueError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
-        reason = str(error) if isinstance(error, ValueError) else f"lists or objects more than {MOST_DEPTH} deep"
+    except (RecursionError, ValueError, MemoryError) as error:  # JSONDecodeError, UnicodeDecodeError are ValueErrors
+        deep = f"lists or objects more than {MOST_DEPTH} deep"
+        reason = deep if isinstance(error, RecursionError) else str(error) or "more values than fit in memory"
         if reason.startswith("Exceeds the limit"):
             reason = "a whole number of thousands of digits"
         raise ArtifactError(str(where), expected=expected, found=f"damage ({reason})", fix=fix) from error

@@ -762,6 +762,7 @@ class Decoder:
                 log_once(f"steps of {type(self.model).__name__} are not compiled: their calls cannot be recorded")
                 run = self._runner(ids_BT, of_each)
             result = run(ids_BT)
+        self._guards.renew(self.model)  # compilers write to modules and classes of PyTorch
         # Compiled code of a dense model checks at each call whether its weights have been replaced.
         whole = ModelState.of(self.model) is not None and not isinstance(run, GraphRunner)
         self._compiled_steps[self.batch, ids_BT.shape[1], of_each] = captured(run, ids_BT) if whole else run

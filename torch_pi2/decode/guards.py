@@ -178,8 +178,8 @@ class _Names:
 
     def _object(self, value: Any) -> None:
         """The contents of a container, or the attributes of an object: registries are of both kinds."""
-        if not self._first(id(value)):
-            return
+        if not self._first(id(value)) or (isinstance(value, (dict, list, set)) and len(value) > _COMPARED):
+            return  # sys.modules
         if isinstance(value, dict):
             self._all_of(value)
         elif isinstance(value, (list, set)):
@@ -207,7 +207,7 @@ class Guards:
         self.unknown: str | None = None
         self._any = any_code
         self._state: State | None = None
-        self._names, self._codes = _Names(), set[CodeType]()
+        self._names, self._codes = _Names(), dict[CodeType, dict[str, Any]]()
         self._watch: _Watch | None = None
 
     @contextmanager
@@ -240,7 +240,7 @@ class Guards:
             if not is_known(code, scope):
                 self.unknown = f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
                 return
-            self._codes.add(code)
+            self._codes[code] = scope
             self._names.add(code, scope)
         self._names.watch.begin()
 
@@ -249,7 +249,9 @@ class Guards:
         before, same, self._watch, self.unknown = self._state, self._names.same(), _Watch(), None
         self._state = State(model, self._watch)
         if not same:
-            self._names, self._codes = _Names(), set()
+            self._names = _Names()
+            for code, scope in self._codes.items():
+                self._names.add(code, scope)
         for kind in set(map(type, model.modules())):
             self._names.add_class(kind)
             if issubclass(kind, torch.jit.ScriptModule):  # no Python calls: what it writes in place is not seen
