@@ -21,7 +21,7 @@ from typing import Any, NoReturn, Self
 
 import torch
 
-from torch_pi2.base.crc32c import block_checks, check_bytes, continue_crc32c, crc32c
+from torch_pi2.base.crc32c import BLOCK, block_checks, check_bytes, continue_crc32c, crc32c
 from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.fields import shown
 from torch_pi2.base.files import claimed, writing
@@ -180,6 +180,8 @@ class TensorWriter:
         self._left = {name: spec.nbytes for name, spec in self.specs.items()}
         *starts, self._total = accumulate((self._left[name] for name in self._order), initial=0)
         self._start = dict(zip(self._order, starts))
+        #: Checksums of blocks, of tensors that are written in whole blocks; others are read again at the end.
+        self._blocks = {n: torch.zeros(-(-self.specs[n].nbytes // BLOCK), dtype=torch.int64) for n in self._checks}
         self._file = -1
 
     def _encoded(self) -> bytes:
@@ -241,8 +243,13 @@ class TensorWriter:
             yield at, data
 
     def _put(self, name: str, tensor: torch.Tensor, at: int) -> None:
+        data, end = bytes_of(tensor.contiguous()), at + tensor.nbytes
         with writing(self.path):
-            self._pwrite(bytes_of(tensor.contiguous()), self.offset(name) + at)
+            self._pwrite(data, self.offset(name) + at)
+        if at % BLOCK or (end % BLOCK and end != self.specs[name].nbytes):
+            self._blocks.pop(name, None)
+        elif name in self._blocks and data:
+            self._blocks[name][at // BLOCK : -(-end // BLOCK)] = block_checks(torch.frombuffer(data, dtype=torch.uint8))
         self._left[name] -= tensor.nbytes
         assert self._left[name] >= 0, f"{name} written twice"
         self._bar.update(tensor.nbytes)
@@ -265,7 +272,8 @@ class TensorWriter:
 
     def _complete(self) -> None:
         for name in self._checks:
-            blocks = [block_checks(data) for _, data in self._pieces(name)]
+            known = self._blocks.pop(name, None)
+            blocks = [block_checks(data) for _, data in self._pieces(name)] if known is None else [known]
             self._checks[name] = tensor_check(name, self.specs[name], blocks)
         self._pwrite(memoryview(self._encoded()), 0)
         os.fsync(self._file)

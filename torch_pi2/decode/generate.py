@@ -286,11 +286,8 @@ def _draft_tokens(
         )
     drafted = prompt_lookup if lookup else 0 if not assisted else _DRAFTED if draft_tokens is None else draft_tokens
     if (lookup or assisted) and not 1 <= drafted <= MOST_DRAFTED:
-        argument(
-            drafted,
-            "prompt_lookup" if lookup else "draft_tokens",
-            "More are not verified in one pass; 3 to 5 are usual.",
-        ).wrong(f"1 to {MOST_DRAFTED}", str(drafted))
+        fix = "More are not verified in one pass; 3 to 5 are usual."
+        argument(drafted, "prompt_lookup" if lookup else "draft_tokens", fix).wrong(f"1 to {MOST_DRAFTED}")
     if drafted and (do_sample or sequences > 1):
         raise ConfigError(
             "prompt_lookup" if lookup else "assistant_model",

@@ -236,7 +236,9 @@ class Guards:
             sys.setprofile(None)
             if collects:
                 gc.enable()
-        for code, scope in ((code, scope) for code, scope in ran.items() if code not in self._codes):
+        for code, scope in ran.items():
+            if code in self._codes:
+                continue
             if not is_known(code, scope):
                 self.unknown = f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
                 return

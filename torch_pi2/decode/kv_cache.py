@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_pi2.base.fields import Field
 from torch_pi2.errors import OutOfMemoryError, UnsupportedModelError
 from torch_pi2.ops import load
 
@@ -231,27 +232,19 @@ def static_cache(model: nn.Module, max_tokens: int) -> Any:
         raise no_causal_model(model, "a model without a configuration" if config is None else "an encoder-decoder")
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         raise no_causal_model(model, "an adapter that puts virtual tokens before each prompt")
+    unsupported = Field(model, type(model).__name__, "Use model.generate.", UnsupportedModelError)
     if getattr(config, "alibi", False):
-        raise UnsupportedModelError(
-            type(model).__name__,
-            expected="positions in rotary embeddings or tables",
-            found="attention with linear biases (ALiBi), which it computes for the tokens that there are",
-            fix="Use model.generate.",
-        )
+        found = "attention with linear biases (ALiBi), which it computes for the tokens that there are"
+        unsupported.wrong("positions in rotary embeddings or tables", found)
     from_ids = any(
         hasattr(p, "create_position_ids_from_input_ids") and "position_embeddings" in p._modules
         for p in model.modules()
     )
     window = config.window_size if "local" in getattr(config, "attention_layers", ()) else max_tokens
     if from_ids or window < max_tokens:
-        raise UnsupportedModelError(
-            type(model).__name__,
-            expected="positions that count from 0, and windows of the last tokens",
-            found="positions that its code derives from the ids (RoBERTa)"
-            if from_ids
-            else f"windows of {window} tokens that end with the cache, not with the last token (GPT-Neo)",
-            fix="Use model.generate.",
-        )
+        found = f"windows of {window} tokens that end with the cache, not with the last token (GPT-Neo)"
+        found = "positions that its code derives from the ids (RoBERTa)" if from_ids else found
+        unsupported.wrong("positions that count from 0, and windows of the last tokens", found)
     cache = StaticCache(config=config, max_cache_len=max_tokens)
     for i, layer in enumerate(cache.layers):
         if type(layer) is not StaticLayer and isinstance(layer, StaticLayer) and layer.is_sliding:
