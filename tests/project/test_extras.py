@@ -30,7 +30,7 @@ def test_nothing_asks_an_index_for_this_package() -> None:
 
 def test_every_extra_is_named_by_its_packages() -> None:
     found = doctor._extras()
-    assert set(found) >= {"hf", "export", "qnn", "plan", "report", "bench", "dev"}
+    assert set(found) >= {"hf", "export", "qnn", "plan", "bench", "dev"}
     for extra in found:
         command = how_to_install(extra)
         assert command.startswith("pip install ")
