@@ -56,8 +56,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         finally:
             object.__setattr__(model, hf_generate.ATTRIBUTE, kept)
 
+    own = type(model).generate.__wrapped__  # transformers' loop and the model's own steps
     calls: dict[str, Any] = {
-        "transformers": lambda ids: type(model).generate(model, ids, **how)[0, prompt:].tolist(),
+        "transformers": lambda ids: own(model, ids, **how)[0, prompt:].tolist(),
         "first": lambda ids: first(ids)[0, prompt:].tolist(),
         "model.generate": lambda ids: model.generate(ids, **how)[0, prompt:].tolist(),
         "torch_pi2.generate": lambda ids: torch_pi2.generate(

@@ -19,8 +19,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import CodeType, FrameType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import nn
 from torch._C._dynamo.guards import dict_version
@@ -44,8 +45,21 @@ _HEAP_TYPE = 1 << 9
 _MISSING = object()
 
 
+class _Memory:
+    """All memory of the process as one array, of which :class:`_Watch` reads words in dictionaries that it holds."""
+
+    __array_interface__: ClassVar = {"data": (8, True), "shape": (1 << 44,), "typestr": "<u8", "version": 3}
+
+
+_MEMORY: Any = np.asarray(_Memory())
+
+
 class _Watch:
-    """The dictionaries and lists that a snapshot has read: whether any was written to since, in about 50 ns each."""
+    """The dictionaries and lists that a snapshot has read: whether any was written to since.
+
+    Weights that a step reads leave no dictionary in the processor's caches. One call of numpy waits for many of them
+    at once: 0.05 ms for 1,200, where a call for each takes 0.2 ms.
+    """
 
     def __init__(self) -> None:
         self.dicts: list[dict[Any, Any]] = []
@@ -56,14 +70,28 @@ class _Watch:
     def begin(self) -> None:
         self._hooks = RemovableHandle.next_id  # of the next hook of any module
         self._versions, self._copies = list(map(dict_version, self.dicts)), [value.copy() for value in self.lists]
+        # CPython 3.11: the version is the fourth word of a dictionary; code and defaults are two words of a function
+        words = [id(d) // 8 + 2 for d in self.dicts] + [id(f) // 8 + 5 + i for f in self.functions for i in (0, 1)]
+        values = self._versions + [
+            0 if value is None else id(value) for pair in self.functions.values() for value in pair
+        ]
+        self._words = np.array(words, dtype=np.int64)
+        read = _MEMORY.take(self._words)
+        self._in_words, self._read = sys.version_info < (3, 12) and read.tolist() == values, read.tobytes()
 
     def unwritten(self) -> bool:
-        same = self._hooks == RemovableHandle.next_id and list(map(dict_version, self.dicts)) == self._versions
-        return same and self.contents_same()
+        if self._hooks != RemovableHandle.next_id:
+            return False
+        if self._in_words:
+            return _MEMORY.take(self._words).tobytes() == self._read and self._lists_same()
+        return list(map(dict_version, self.dicts)) == self._versions and self.contents_same()
 
     def contents_same(self) -> bool:
-        if any(f.__code__ is not code or f.__defaults__ is not d for f, (code, d) in self.functions.items()):
-            return False
+        return self._lists_same() and all(
+            f.__code__ is code and f.__defaults__ is defaults for f, (code, defaults) in self.functions.items()
+        )
+
+    def _lists_same(self) -> bool:
         try:
             return self.lists == self._copies
         except Exception:  # values with a comparison of their own

@@ -112,7 +112,7 @@ def _install(kind: Any) -> None:
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         actual: Any = type(self)
         if ATTRIBUTE in vars(self) and len(args) < 3:
-            kwargs["logits_processor"] = [_finite, *(kwargs.get("logits_processor") or ())]  # theirs may set infinity
+            kwargs["logits_processor"] = [_Finite(), *(kwargs.get("logits_processor") or ())]  # theirs may set infinity
         ours = ATTRIBUTE in vars(self) and not hasattr(actual, "_stepping_for")
         if ours and all(kwargs.get(name) is None for name in ("custom_generate", *_CACHES)) and _is_plain(self):
             own = object.__new__(_stepping(actual))
@@ -125,11 +125,13 @@ def _install(kind: Any) -> None:
     kind.generate = generate
 
 
-def _finite(_ids: torch.Tensor, scores_BV: torch.Tensor) -> torch.Tensor:
-    """A logits processor of transformers, which would take token 0 for ever."""
-    if not float(scores_BV.sum(dtype=torch.float32)) < math.inf:  # NaN, too; a third of the time of a maximum
-        raise not_finite()
-    return scores_BV
+class _Finite:
+    """A logits processor of transformers, which would take token 0 for ever; of a function it parses the signature."""
+
+    def __call__(self, _ids: torch.Tensor, scores_BV: torch.Tensor) -> torch.Tensor:
+        if not float(scores_BV.sum(dtype=torch.float32)) < math.inf:  # NaN, too; a third of the time of a maximum
+            raise not_finite()
+        return scores_BV
 
 
 def _sample(model: Any, input_ids: torch.Tensor, config: Any, kwargs: dict[str, Any]) -> Any:

@@ -38,6 +38,8 @@ _lock = threading.Lock()
 _FACTS = {"size", "dim", "ndimension", "stride", "numel", "nelement", "element_size", "storage_offset", "data_ptr"}
 _FACTS |= {"is_contiguous", "is_floating_point", "is_complex", "is_inference", "is_same_size", "is_set_to", "_is_view"}
 _FACTS |= {"__len__", "__hash__", "get_device", "type", "result_type"}
+#: Types of results that are such a property, of whichever call.
+_SIZES = {torch.Size, torch.dtype, torch.device}
 #: Calls whose results have a size that depends on values.
 _SIZED_BY_VALUES = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount"}
 #: Steps before one is recorded.
@@ -296,7 +298,7 @@ class _Recorder(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not self.failed:
+        if not (self.failed or type(result) in _SIZES):
             try:
                 if self._is_call(func, args, kwargs or {}, result):
                     named = {name: self._named(value) for name, value in kwargs.items()} if kwargs else {}
