@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,11 @@ import torch
 from tiny_models import tiny
 
 import torch_pi2
+from torch_pi2.base.files import atomic_write
 from torch_pi2.errors import ArtifactError
+from torch_pi2.export.settings import check_bundle_folder
+from torch_pi2.fitting.resume import work_folder
+from torch_pi2.training.sparsify import _check_out
 
 #: Imports once, and forks for each process that is to be killed.
 _FORKS = multiprocessing.get_context("forkserver")
@@ -160,6 +164,37 @@ def test_of_three_that_pack_to_one_folder_one_wins(sources: Path, tmp_path: Path
     assert (tmp_path / "out" / store).read_bytes() == (tmp_path / "alone" / store).read_bytes()
 
 
+def _is_killed_while_it_writes(path: Path) -> None:
+    def pieces() -> Iterator[bytes]:
+        yield b"half"
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    atomic_write(path, pieces())
+
+
+#: File of a folder -> what its next writer checks first, or does.
+INSIDE: dict[str, Callable[[Path], object]] = {
+    "begun.json": lambda folder: work_folder(folder, {"text": "a"}).__enter__(),
+    "pi2/verdict.json": lambda folder: torch_pi2.save(torch_pi2.optimize(tiny("llama-relu")), folder),
+    "README.md": lambda folder: torch_pi2.save(torch_pi2.optimize(tiny("llama-relu")), folder),
+    "manifest.json": check_bundle_folder,
+    "config.json": _check_out,
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_what_is_left_within_a_folder_does_not_stop_its_next_writer(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "folder"
+    if "save" in INSIDE[name].__code__.co_names:
+        INSIDE[name](folder)
+    process = _FORKS.Process(target=_is_killed_while_it_writes, args=(folder / name,))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert list(folder.rglob(".*.partial")), "nothing was left"
+    INSIDE[name](folder)
+
+
 def _hold(out: Path, held: Any) -> None:
     from torch_pi2.base.files import claimed
 
@@ -169,8 +204,6 @@ def _hold(out: Path, held: Any) -> None:
 
 
 def test_a_file_waits_for_another_that_is_being_written(tmp_path: Path) -> None:
-    from torch_pi2.base.files import atomic_write
-
     held = _FORKS.Event()
     process = _FORKS.Process(target=_hold, args=(tmp_path / "a.json", held))
     process.start()

@@ -34,6 +34,8 @@ Tensors = Mapping[str, torch.Tensor]
 
 #: Seconds to wait for another process that writes the same file; folders do not wait.
 _PATIENCE_S = 10.0
+#: Names of what a process that was killed leaves in a folder whose files it writes.
+_LEFT = re.compile(r"\..+\.(partial|lock)")
 _STANDARD_OUTPUT = ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
 
 
@@ -224,6 +226,11 @@ def _lock(path: Path) -> int | None:
         finally:
             if file >= 0:
                 os.close(file)
+
+
+def entries(folder: Path) -> list[Path]:
+    """What is in ``folder``, by name, without what a killed writer of its files left: their next writer removes it."""
+    return sorted(path for path in folder.iterdir() if not _LEFT.fullmatch(path.name))
 
 
 def _remove(path: Path) -> None:

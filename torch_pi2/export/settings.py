@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_pi2.base.fields import Field, argument, check_fields, limited
+from torch_pi2.base.files import entries
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.export import qnn
 from torch_pi2.export.executorch import check_executorch
@@ -101,13 +102,13 @@ def check_installed(settings: ExportSettings) -> None:
 
 def check_bundle_folder(folder: Path) -> None:
     """Raises ArtifactError if ``folder``, which will be replaced, holds anything but an earlier bundle."""
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+    if not folder.exists() or (folder.is_dir() and not entries(folder)):
         return
     ours = {MANIFEST_FILE}
     if (folder / MANIFEST_FILE).is_file():
         with suppress(ArtifactError):  # another program's manifest.json
             ours |= Manifest.load(folder, verify=False).files.keys()
-    if not folder.is_dir() or ours == {MANIFEST_FILE} or {path.name for path in folder.iterdir()} - ours - {*BESIDE}:
+    if not folder.is_dir() or ours == {MANIFEST_FILE} or {path.name for path in entries(folder)} - ours - {*BESIDE}:
         Field(folder, str(folder), "Choose another folder.").wrong(
             "a new or empty folder, or an earlier bundle", "other files" if folder.is_dir() else "a file"
         )

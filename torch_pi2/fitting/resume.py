@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_pi2.base.fields import MOST, Field, shown
-from torch_pi2.base.files import atomic_write, json_text, locked, read_json, writing
+from torch_pi2.base.files import atomic_write, entries, json_text, locked, read_json, writing
 from torch_pi2.base.tensorfile import packed, read_tensors
 from torch_pi2.errors import ArtifactError, StaleArtifactError
 from torch_pi2.predict.file import read_threshold_and_card
@@ -117,7 +117,7 @@ def work_folder(folder: Path | None, made_from: Mapping[str, Any]) -> Iterator[N
 def _check_same_fit(folder: Path, made_from: dict[str, Any]) -> None:
     path = folder / _SETTINGS_FILE
     if not path.exists():
-        if any(folder.iterdir()):
+        if entries(folder):
             raise ArtifactError(
                 str(folder), expected="an empty folder, or one of a fit", found="other files", fix="Choose another."
             )

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.fields import Field, shown
-from torch_pi2.base.files import atomic_write, check_not_current
+from torch_pi2.base.files import atomic_write, check_not_current, entries
 from torch_pi2.base.reading import parse, read_bytes
 from torch_pi2.errors import ArtifactError, ConfigError, UnsupportedModelError
 from torch_pi2.predict.file import PREDICTORS_FILE
@@ -64,7 +64,7 @@ def check_replaceable(folder: Path) -> None:
 
 def _stranger(folder: Path) -> str | None:
     """The first entry in ``folder`` that an earlier result would not have, or None."""
-    paths, pi2 = sorted(folder.iterdir()), folder / PI2_FOLDER
+    paths, pi2 = entries(folder), folder / PI2_FOLDER
     if not paths:
         return None
     if all(SHARD_NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink() for path in paths):
@@ -76,7 +76,7 @@ def _stranger(folder: Path) -> str | None:
         kinds = _FOLDERS.get(path.name)
         if kinds and (path.is_symlink() or not path.is_dir()):
             return path.name
-        files = sorted(path.iterdir()) if kinds else [path]
+        files = entries(path) if kinds else [path]
         kinds = kinds or (*SMALL_FILES, "*.safetensors", CARD_FILE)
         for file in files:
             if not file.is_file() or not any(fnmatch.fnmatchcase(file.name, kind) for kind in kinds):

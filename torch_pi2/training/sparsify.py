@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from torch_pi2.base.fields import Field, argument, checked
-from torch_pi2.base.files import check_not_current, json_text, locked, replacing_folder, writing
+from torch_pi2.base.files import check_not_current, entries, json_text, locked, replacing_folder, writing
 from torch_pi2.base.modules import fresh_settings
 from torch_pi2.base.progress import phase
 from torch_pi2.base.tensorfile import add_checks
@@ -210,10 +210,10 @@ def sparsify(
 def _check_out(out: Path) -> None:
     """Raises ArtifactError: ``out`` is the current folder, or contains anything but an earlier result."""
     check_not_current(out)
-    if out.is_file() or (out.is_dir() and any(out.iterdir()) and not (out / REPORT_FILE).is_file()):
+    if out.is_file() or (out.is_dir() and entries(out) and not (out / REPORT_FILE).is_file()):
         Field(out, f"writing {out}", "Choose another folder.").wrong(
             f"a new folder, or one written by sparsify (it has {REPORT_FILE}), which is replaced",
-            "a file" if out.is_file() else f"a folder with {min(p.name for p in out.iterdir())} in it",
+            "a file" if out.is_file() else f"a folder with {entries(out)[0].name} in it",
         )
 
 
