@@ -235,9 +235,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(kind: type[T], value: Any, path: str, fix: str = "Correct it, or make it again.") -> T:
-    """Inverse of :func:`to_json`; ``path`` and ``fix`` are for messages. Raises ArtifactError: a field is missing,
-    unknown, or not what its annotation and limits allow.
-    """
+    """Inverse of :func:`to_json`; ``path``, ``fix``: for messages. Raises ArtifactError: a missing or wrong field."""
     return Field(value, path, fix).take(kind)  # type: ignore[no-any-return]
 
 
@@ -354,10 +352,7 @@ def _wrong_call(name: str, known: list[str], kwargs: Mapping[str, Any], found: s
 
 @cache
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    """With annotations as types, and ``Any`` for those that cannot be checked or are imported by type checkers only.
-
-    ``**fields: Unpack[SomeTypedDict]`` becomes a keyword for each entry.
-    """
+    """With annotations as types (``Any``: not checked), and entries of ``Unpack[SomeTypedDict]`` as keywords."""
     scope = getattr(inspect.unwrap(function), "__globals__", {})
     parameters: list[inspect.Parameter] = []
     for parameter in inspect.signature(function).parameters.values():

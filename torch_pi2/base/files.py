@@ -43,10 +43,7 @@ _FIX_CACHE = "Set XDG_CACHE_HOME to a folder that you may write to."
 
 
 def cache_folder() -> Path:
-    """The folder for files kept between runs: in ``$XDG_CACHE_HOME``, or ``~/.cache``.
-
-    Raises ArtifactError: the user has no home directory (a container with a random user id).
-    """
+    """The folder for files kept between runs: in ``$XDG_CACHE_HOME`` or ``~/.cache``. Raises ArtifactError: no home."""
     try:
         base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     except RuntimeError as error:
@@ -172,9 +169,7 @@ def claimed(target: Path, *, patience_s: float = 0.0) -> Iterator[Path]:
 
 @contextmanager
 def scratch(folder: Path, name: str) -> Iterator[Path]:
-    """An empty folder in ``folder`` during the block, for one process at a time; leftovers of a killed one
-    are removed.
-    """
+    """An empty folder in ``folder`` during the block, for one process at a time; a killed one's is emptied."""
     with claimed(folder / name, patience_s=_PATIENCE_S) as made:
         made.mkdir()
         yield made
@@ -242,9 +237,7 @@ def _remove(path: Path) -> None:
 
 
 def check_not_current(folder: Path) -> None:
-    """Raises ArtifactError: ``folder``, which is to be replaced, is the current one, where a shell would be
-    stranded.
-    """
+    """Raises ArtifactError: ``folder``, to be replaced, is the current one, where a shell would be stranded."""
     if folder.is_dir() and os.path.samestat(os.stat(folder), os.stat(".")):
         raise ArtifactError(
             f"writing {folder}",

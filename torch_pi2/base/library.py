@@ -26,10 +26,7 @@ def check_platform(platform: str) -> None:
 
 
 def library_path(name: str | None = None) -> Path:
-    """A C++ library of this installation (wheel, or editable install beside site-packages); default: torch's.
-
-    Raises LibraryMissingError if it was not built, or the platform is not supported.
-    """
+    """A C++ library of this installation, wheel or editable; default: torch's. Raises LibraryMissingError."""
     name = name or _LIBRARY
     check_platform(sys.platform)
     package = Path(__file__).resolve().parent.parent
@@ -46,10 +43,7 @@ def library_path(name: str | None = None) -> Path:
 
 
 def load_library() -> Path:
-    """Make the operators usable, without what :func:`torch_pi2.ops.load` adds in Python; returns the library's path.
-
-    Raises LibraryMissingError.
-    """
+    """Load the operators, without what ``ops.load`` adds; returns the library's path. Raises LibraryMissingError."""
     path = library_path()
     try:
         torch.ops.load_library(str(path))

@@ -76,10 +76,8 @@ def other_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator
 
 
 def _on_cpu() -> AbstractContextManager[object]:
-    """The CPU as default device; a null context if it already is, since this mode makes a capture take twice as long.
-
-    Under ``torch.jit.trace`` it keeps our trial runs out of the graph.
-    """
+    """The CPU as default device; nothing if it is that already, since this mode makes captures take twice as long."""
+    # under torch.jit.trace it keeps our trial runs out of the graph
     needless = torch.get_default_device().type == "cpu" and not torch._C._is_tracing()
     return nullcontext() if needless else torch.device("cpu")
 
@@ -132,9 +130,7 @@ def has_hooks(module: nn.Module, *, pre: bool = True, post: bool = True) -> bool
 
 
 def own_forward(modules: Mapping[str, nn.Module]) -> str | None:
-    """Describe the first module whose forward was replaced on the instance, which may change at any time; None: there
-    is none.
-    """
+    """Describe the first module whose forward was replaced on the instance, and may change again; None: none was."""
     for name, module in modules.items():
         if "forward" in vars(module):
             return f"{name} has a forward of its own (accelerate, or a patch)"
@@ -142,9 +138,7 @@ def own_forward(modules: Mapping[str, nn.Module]) -> str | None:
 
 
 def hooks_inside(prefix: str, module: nn.Module) -> str | None:
-    """Describe a part of ``module`` whose hooks would not run if ``module`` were computed as a whole; None: there is
-    none.
-    """
+    """Describe a part of ``module`` whose hooks would not run if ``module`` were computed as a whole; None: no part."""
     parts = {name: part for name, part in module.named_modules(prefix=prefix) if part is not module}
     for name, part in parts.items():
         if has_hooks(part):

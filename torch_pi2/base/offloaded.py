@@ -192,9 +192,7 @@ class GuardedParameters(_Guarded):
 
 
 class GuardedModules(_Guarded):
-    """``_modules`` of a module that no longer calls them, since a sparse layer computes the FFN ``key``: replacing one
-    raises ConfigError.
-    """
+    """``_modules`` of a module that no longer calls them, for the FFN ``key``: replacing one raises ConfigError."""
 
     def __init__(self, modules: Mapping[str, Any], key: str) -> None:
         super().__init__(modules)
@@ -225,9 +223,7 @@ def _not_heeded(name: str) -> ConfigError:
 
 
 class _Method:
-    """``function(module, ...)`` as an attribute of ``module``, with a weak reference: a cycle would keep weights until
-    garbage collection.
-    """
+    """``function(module, ...)`` as an attribute of ``module``, weakly referenced: a cycle would keep weights alive."""
 
     def __init__(self, function: Callable[..., Any], module: nn.Module) -> None:
         self._function, self._module = function, weakref.ref(module)

@@ -10,9 +10,7 @@ from torch_pi2.errors import LibraryMissingError
 
 
 def how_to_install(*extras: str) -> str:
-    """The ``pip install`` command, for messages, that installs the extras' packages, however this package was
-    installed.
-    """
+    """The ``pip install`` command, for messages, of the extras' packages, however this package was installed."""
     try:
         lines = metadata.requires("torch-pi2") or []
     except metadata.PackageNotFoundError:

@@ -8,7 +8,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from torch_pi2.errors import ArtifactError
 
@@ -19,6 +19,10 @@ MOST_BYTES = 1 << 28
 #: Memory that parsing may take, in addition to a multiple of the text's size: that of a vocabulary with merges is 8.
 ROOM_BYTES = 64 << 20
 _TIMES, _MOST_MORE = 12, 1 << 30
+
+
+#: Bytes read or written at a time, a multiple of checksummed blocks: enough for full bandwidth, and a smooth bar.
+PIECE = 8 << 20
 
 
 class Closing:
@@ -72,6 +76,45 @@ def read_bytes(path: str | Path, expected: str = "a file", fix: str = "Check the
         except OSError as error:
             found = str(error.strerror or error)
             raise ArtifactError(str(path), expected=expected, found=found, fix=fix) from error
+
+
+class OpenFile(Closing):
+    """A regular file, open for reading. An ArtifactError expects what it is as a ``whole``, and advises the ``fix``."""
+
+    whole: str
+    fix: str
+
+    def __init__(self, path: str | Path, expected: str, fix: str = "Check the folder's name.") -> None:
+        self.path, self._file = Path(path), open_file(path, expected, fix)
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _damaged(self, reason: str | OSError, more: str = "") -> NoReturn:
+        reason = str(reason.strerror or reason) if isinstance(reason, OSError) else reason
+        raise ArtifactError(str(self.path), expected=self.whole, found=f"damage ({reason})", fix=self.fix + more)
+
+    @contextmanager
+    def opening(self) -> Iterator[None]:
+        with super().opening():
+            try:
+                yield
+            except OSError as error:
+                self._damaged(error)
+
+    def _fill(self, into: memoryview, at: int, name: str) -> None:
+        """Fill ``into`` with bytes of the file from ``at`` on, which belong to ``name``."""
+        done = 0
+        while done < len(into):
+            try:
+                got = os.preadv(self._file, [into[done : done + PIECE]], at + done)
+            except OSError as error:
+                self._damaged(f"{name}: {error.strerror or error}")
+            if not got:
+                self._damaged(f"the file ends at byte {at + done}, within {name}")
+            done += got
 
 
 def parse(

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import torch
 
@@ -27,7 +27,7 @@ from torch_pi2.base.fields import shown
 from torch_pi2.base.files import claimed, writing
 from torch_pi2.base.memory import MappedFile, new_tensor
 from torch_pi2.base.progress import bar
-from torch_pi2.base.reading import ROOM_BYTES, Closing, open_file, parse
+from torch_pi2.base.reading import PIECE, ROOM_BYTES, OpenFile, parse
 from torch_pi2.errors import ArtifactError
 
 #: Names of dtypes in safetensors headers.
@@ -56,11 +56,8 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 ALIGNMENT = 4096
 #: Largest header that the safetensors library accepts.
 _MAX_HEADER = 100_000_000
-#: Bytes read or written at a time, a multiple of ``BLOCK``: enough for full bandwidth, and for a smooth progress bar.
-PIECE = 8 << 20
 #: Bound on the numbers in a tensor, so that sizes in bytes fit into 63 bits.
 _LARGEST = 1 << 60
-_EXPECTED, _FIX = "a whole safetensors file", "Copy it again, or make it again."
 _EDITED = " If you changed it on purpose, save it without the metadata checks and metadata_check."
 #: Most dimensions of a tensor; torch's limit is higher.
 _MOST_AXES = 32
@@ -222,9 +219,7 @@ class TensorWriter:
         self._put(name, tensor, row * per_row)
 
     def write_bytes(self, name: str, data: torch.Tensor, at: int) -> None:
-        """Write ``data``, uint8 ``[n]``, as the bytes of ``name`` from ``at`` on. Raises ArtifactError as
-        :meth:`write`.
-        """
+        """Write ``data``, uint8 ``[n]``, as bytes of ``name`` from ``at`` on. Raises ArtifactError as :meth:`write`."""
         assert at + data.nbytes <= self.specs[name].nbytes
         self._put(name, data, at)
 
@@ -232,6 +227,12 @@ class TensorWriter:
         """Copy tensor ``source``, which must be complete, to ``name``. Raises as :meth:`write`."""
         for at, data in self._pieces(source):
             self.write_bytes(name, data, at)
+
+    def copy_from(self, file: Any, name: str) -> None:
+        """Copy tensor ``name`` of ``file``, which has ``read_bytes`` of a :class:`TensorReader`."""
+        size = self.specs[name].nbytes
+        for at in range(0, size, PIECE):
+            self.write_bytes(name, file.read_bytes(name, at, min(at + PIECE, size)), at)
 
     def _pieces(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
         """The bytes of tensor ``name``, which must be complete, uint8, and where they begin."""
@@ -288,7 +289,7 @@ class TensorWriter:
         self._claim.close()
 
 
-class TensorReader(Closing):
+class TensorReader(OpenFile):
     """A safetensors file: its checked header, and its tensors one at a time. Close it, or use it as a context manager.
 
     Tensors with a checksum are compared with it when they are read, or first read in part.
@@ -298,27 +299,16 @@ class TensorReader(Closing):
         checks: checksums by tensor; empty: the file was written by another tool or an earlier version.
     """
 
+    whole, fix = "a whole safetensors file", "Copy it again, or make it again."
     #: Whether all tensors have checksums, if any has.
     all_checked = True
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self._file = open_file(path, "a safetensors file")
+        super().__init__(path, "a safetensors file")
         with self.opening():
-            try:
-                self.specs, self._start, self.metadata = self._read_header()
-                self.checks = self._read_checks()
-                self._unverified = set(self.checks)
-            except OSError as error:
-                self._damaged(str(error.strerror or error))
-
-    def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-
-    def _damaged(self, reason: str, more: str = "") -> NoReturn:
-        raise ArtifactError(str(self.path), expected=_EXPECTED, found=f"damage ({reason})", fix=_FIX + more)
+            self.specs, self._start, self.metadata = self._read_header()
+            self.checks = self._read_checks()
+            self._unverified = set(self.checks)
 
     def _pread(self, size: int, at: int) -> bytes:
         """``size`` bytes from ``at`` on, fewer only at the end of the file."""
@@ -336,7 +326,7 @@ class TensorReader(Closing):
         length = int.from_bytes(begin, "little")
         if size < 8 or not 2 <= length <= min(_MAX_HEADER, size - 8):
             self._damaged(f"a header of {length} bytes in a file of {size}")
-        header = parse(self._pread(length, 8), self.path, expected=_EXPECTED, fix=_FIX, room=ROOM_BYTES + 2 * size)
+        header = parse(self._pread(length, 8), self.path, expected=self.whole, fix=self.fix, room=ROOM_BYTES + 2 * size)
         try:
             if not isinstance(header, dict):
                 raise TypeError(f"the header is a {type(header).__name__}")
@@ -362,7 +352,7 @@ class TensorReader(Closing):
         said, check = (self.metadata.pop(name, None) for name in ("checks", "metadata_check"))
         if said is None and check is None:
             return {}
-        checks = parse(said or "", f"{self.path}, checks", fix=_FIX)
+        checks = parse(said or "", f"{self.path}, checks", fix=self.fix)
         if (found := metadata_check(self.metadata)) != check:
             self._damaged(f"metadata has checksum {found}, not {str(check)[:16]}", _EDITED)
         if not isinstance(checks, dict) or (self.all_checked and checks.keys() != self.specs.keys()):
@@ -390,7 +380,7 @@ class TensorReader(Closing):
         buffer = torch.empty(min(PIECE, size), dtype=torch.uint8)
         for at in range(0, size, PIECE):
             data = buffer[: min(PIECE, size - at)]
-            self._fill(name, bytes_of(data), at)
+            self._fill(bytes_of(data), self._start[name] + at, name)
             blocks.append(block_checks(data))
             done(len(data))
         self.compare(name, blocks)
@@ -416,7 +406,7 @@ class TensorReader(Closing):
         try:
             return MappedFile(self._file)
         except OSError as error:
-            self._damaged(str(error.strerror or error))
+            self._damaged(error)
 
     def spec(self, name: str) -> Spec:
         """Raises ArtifactError: there is no such tensor."""
@@ -455,22 +445,11 @@ class TensorReader(Closing):
         blocks = []
         for start in range(0, len(data), PIECE):
             piece = data[start : start + PIECE]
-            self._fill(name, piece, at + start)
+            self._fill(piece, self._start[name] + at + start, name)
             if name in self._unverified:
                 blocks.append(block_checks(torch.frombuffer(piece, dtype=torch.uint8)))
         if name in self._unverified:
             self.compare(name, blocks)
-
-    def _fill(self, name: str, data: memoryview, at: int) -> None:
-        start, done = self._start[name] + at, 0
-        while done < len(data):
-            try:
-                got = os.preadv(self._file, [data[done:]], start + done)
-            except OSError as error:
-                self._damaged(f"{name}: {error.strerror or error}")
-            if got == 0:
-                self._damaged(f"{name} ends after {at + done} of {self.specs[name].nbytes} bytes")
-            done += got
 
 
 def read_tensors(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -486,9 +465,7 @@ def add_checks(folder: Path) -> None:
             order = sorted(source.specs, key=source.offset)
             with TensorWriter(path, source.specs, source.metadata, order=order) as out:
                 for name in order:
-                    size = source.specs[name].nbytes
-                    for at in range(0, size, PIECE):
-                        out.write_bytes(name, source.read_bytes(name, at, min(at + PIECE, size)), at)
+                    out.copy_from(source, name)
 
 
 @contextmanager

@@ -23,9 +23,7 @@ _COPIED = ("license", "license_name", "license_link", "language", "base_model")
 
 
 def write_card(folder: Path, verdict: Verdict, source: str | Path, run: str) -> Path:
-    """Write or update our part of the card in ``folder`` with the ``verdict``; ``run`` is the command that uses the
-    folder.
-    """
+    """Write or update our part of the card in ``folder``: ``verdict``, and ``run``, the command that uses it."""
     remark = "One run on one machine. Sparse is this folder; dense is the model that it was made of."
     return write_part(folder, section("Verdict", verdict.lines(), remark, run), source)
 

@@ -180,9 +180,7 @@ _MOST_ZERO = 1 << 14
 
 @dataclass(frozen=True)
 class _Integers:
-    """A matrix: ``n_NK``, int16 integers less their zero points; ``scale_NG``, scales per group in the checkpoint's
-    dtype.
-    """
+    """A matrix: ``n_NK``, int16 integers less zero points; ``scale_NG``, scales in the checkpoint's dtype."""
 
     n_NK: torch.Tensor
     scale_NG: torch.Tensor
@@ -236,9 +234,7 @@ def _by_row(values: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 class QuantizedCheckpoint(Checkpoint):
-    """The checkpoint in ``folder``, which has a ``quantization_config``: a :class:`PackedSource`. Raises
-    UnsupportedModelError: an unsupported method or setting. ArtifactError: damage.
-    """
+    """A :class:`PackedSource` with a ``quantization_config``. Raises UnsupportedModelError, ArtifactError (damage)."""
 
     by_neuron = False
 

@@ -40,10 +40,7 @@ def refs_of(site: FFNSite) -> list[tuple[str, LinearRef]]:
 
 
 def bound_plan(plan: Plan, strategies: Mapping[str, str], dense: Mapping[str, str], model_hash: str) -> Plan:
-    """``plan`` with only the layers in ``strategies``, bound to ``model_hash``, with the reasons why others stay dense.
-
-    The hash covers all layers, as that of statistics and predictors does.
-    """
+    """``plan`` of the layers in ``strategies``, bound to the hash of all, with the reasons why others stay dense."""
     if not dense:
         return replace(plan, model_hash=model_hash)
     made_by = plan.made_by | {"left": {**plan.made_by.get("left", {}), **dense}}
@@ -107,9 +104,7 @@ class Stored:
         return next(known, stored_name(self.checkpoint, parameter))
 
     def checked(self, parameter: str, *, floats: bool = False) -> Spec:
-        """Shape and dtype of the checkpoint's tensor. Raises ArtifactError: another shape than the model's. DtypeError:
-        ``floats`` is set, and the tensor is not float.
-        """
+        """Spec of the tensor. Raises ArtifactError: not the model's shape. DtypeError: not float, with ``floats``."""
         name, wanted = self.name(parameter), tuple(now(self.model, parameter).shape)
         if floats:
             self.checkpoint.check_float(name)
@@ -248,9 +243,7 @@ def _read(checkpoint: Checkpoint, name: str, now: torch.Tensor) -> torch.Tensor:
 def _convert(
     stored: Stored, checkpoint: Checkpoint, scratch: Path, files: list[MappedFile], progress: bool
 ) -> set[str]:
-    """Write parameters that transformers makes of other tensors to new mapped ``files``; returns their names. Raises
-    ArtifactError: there is too little space.
-    """
+    """Write parameters made of other tensors to new mapped ``files``; returns their names. Raises ArtifactError."""
     converted = {names[0]: names for names in stored.groups if stored.name(names[0]) in checkpoint.converted}
     for name in bar(list(converted), "converted weights", progress and bool(converted)):
         spec = replace(stored.checked(name), dtype=now(stored.model, name).dtype)

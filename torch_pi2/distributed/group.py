@@ -42,9 +42,7 @@ def _broadcast(own: torch.Tensor, root: int, group_name: str) -> torch.Tensor:
 
 
 def of_each(make: Callable[[], Result]) -> list[Result]:
-    """Results of ``make`` in all processes of the default group, by rank. An error in one of them is raised in all,
-    Pi2Error if one has ended.
-    """
+    """Results of ``make`` in all processes of the default group, by rank. An error in one of them is raised in all."""
     result, own = None, None
     try:
         result = make()

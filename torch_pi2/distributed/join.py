@@ -30,9 +30,7 @@ _IGNORED = ("_name_or_path", "name_or_path", "transformers_version", "dtype", "t
 
 
 def own_shard(folder: Path) -> Path:
-    """The folder of this process' shard if ``folder`` has shards in it, else ``folder``. Raises ConfigError: this
-    process is in no group of that size, or its shard is missing.
-    """
+    """This process' shard in ``folder``, or ``folder`` if it has none. Raises ConfigError: no group of that size."""
     shards = shards_in(folder)
     if not shards:
         return folder

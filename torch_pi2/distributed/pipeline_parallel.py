@@ -40,9 +40,7 @@ def _unsupported(
 
 
 def remove_other_blocks(model: nn.Module, shard: Shard) -> None:
-    """Remove the modules of other processes' blocks from ``model`` (of transformers, without weights). Raises
-    UnsupportedModelError: some blocks use the keys and values of others.
-    """
+    """Remove others' blocks of ``model``. Raises UnsupportedModelError: some use the keys and values of others."""
     config = getattr(model, "config", None)
     if config is not None and (count := getattr(config.get_text_config(), "num_kv_shared_layers", 0)):
         expected = "decoder blocks with keys and values of their own"
@@ -101,9 +99,7 @@ class _LocalBlock:
 
 
 class _RemoteBlock:
-    """A mixin for a decoder block of another process. It returns NaN, which must not be used, unless it receives hidden
-    states.
-    """
+    """A mixin for another process' decoder block: returns NaN, not to be used, unless it receives hidden states."""
 
     number: int
     #: Number of blocks in the model.

@@ -43,10 +43,7 @@ class LossReport:
 
 
 def logits_of(model: nn.Module, ids_BT: torch.Tensor) -> torch.Tensor:
-    """``[B, T, V]`` logits of a Hugging Face model, or of any module that maps ids to logits.
-
-    A model that leaves out neurons that are not in memory gets one token at a time, as in decoding.
-    """
+    """``[B, T, V]``; a model that leaves out neurons that are not in memory gets one token at a time."""
     if leaves_out(model):
         return torch.cat([by_token(model, ids_T) for ids_T in ids_BT])
     config = getattr(model, "config", None)

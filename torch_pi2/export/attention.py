@@ -203,9 +203,7 @@ def lane_layers(
 
 
 def masks_of(positions_BT: torch.Tensor, slots: int, window: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Masks of new tokens over the slots ``[B, 1, T, L]`` and over themselves ``[B, 1, T, T]``: 0 where visible, else
-    1. window: as in ``cached_attention``.
-    """
+    """Masks of new tokens over slots ``[B, 1, T, L]`` and themselves ``[B, 1, T, T]``: 0 where visible, else 1."""
     positions_B1T1 = positions_BT[:, None, :, None]
     slots_L, own_B11T = torch.arange(slots), positions_B1T1.transpose(2, 3)
     found = []

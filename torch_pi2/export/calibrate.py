@@ -89,9 +89,7 @@ def calls_of(
     tokenizer: Any = None,
     tokens: int = TOKENS,
 ) -> list[list[list[torch.Tensor]]]:
-    """For each module and each of the first sequences of ``data``: the tensors that ``take`` picks from a call, each
-    ``[1, T, ...]`` float32; about ``tokens`` tokens in total.
-    """
+    """By module and sequence: what ``take`` picks from a call, ``[1, T, ...]`` float32; some ``tokens`` in all."""
     calls: dict[nn.Module, list[list[torch.Tensor]]] = {module: [] for module in modules}
 
     def enough(module: nn.Module) -> bool:

@@ -153,10 +153,7 @@ class DelegatedExperts(nn.Module):
 
 
 class SplitFFN(nn.Module):
-    """An FFN with neurons below ``first`` on an accelerator (``hot``), and the others in the delegate meanwhile.
-
-    Submit and collect isolate ``hot``, so that a partitioner takes it as a whole.
-    """
+    """An FFN with neurons below ``first`` on an accelerator (``hot``), isolated by submit and collect as a whole."""
 
     def __init__(self, whole: DelegatedFFN, hot: nn.Module, first: int) -> None:
         super().__init__()

@@ -187,10 +187,7 @@ class Manifest:
 
     @classmethod
     def load(cls, folder: str | Path, verify: bool = True) -> Manifest:
-        """The manifest of a bundle; ``verify=False`` ignores its own checksum, for edits by hand.
-
-        Raises ArtifactError: it is missing, damaged, invalid, or of another version.
-        """
+        """The manifest of a bundle; ``verify=False`` ignores its own checksum. Raises ArtifactError."""
         path = Path(folder) / MANIFEST_FILE
         if not path.is_file():
             Field(folder, str(folder), "Make one: torch-pi2 export MODEL --out BUNDLE.").wrong(

@@ -294,8 +294,7 @@ class Bundle:
 
     @contextmanager
     def _alone(self, what: str, kind: str | None) -> Iterator[Program]:
-        """The program, for one call. Raises ConfigError: another call is running, or the bundle is closed or of another
-        kind."""
+        """The program, for one call. Raises ConfigError: another one runs, or the bundle is not open or of ``kind``."""
 
         def refuse(expected: str, found: str, fix: str) -> ConfigError:
             return ConfigError(f"{what} of {self.folder}", expected=expected, found=found, fix=fix)
@@ -435,10 +434,7 @@ _DTYPES: Mapping[int, torch.dtype] = dict(
 
 
 class Program:
-    """The program of the bundle in ``folder``; errors as in :class:`Bundle`.
-
-    ``options``: for the delegate, see :func:`torch_pi2.export.executorch.set_options`; None: the default.
-    """
+    """The program in ``folder``; ``options`` of the delegate (None: default). Errors as in :class:`Bundle`."""
 
     def __init__(self, folder: Path, manifest: Manifest, options: Mapping[str, str | int | bool | None]) -> None:
         self.path, self.options, self.load_seconds = folder / PROGRAM_FILE, options, 0.0

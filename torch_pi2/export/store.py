@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from torch_pi2.base.crc32c import crc32c
+from torch_pi2.base.crc32c import continue_crc32c, crc32c
 from torch_pi2.base.dtypes import format_name
 from torch_pi2.base.package import __version__
 from torch_pi2.base.tensorfile import Spec
@@ -128,8 +128,7 @@ class Blob:
             body += self.store.encode().ljust(_NAME_BYTES - _SHAPING.size, b"\0")
             return body + (_SHAPING.pack(*self.shaping) if self.shaping else bytes(_SHAPING.size))
 
-        data = bytearray(with_checksum(0))
-        return with_checksum(int(crc32c(torch.frombuffer(data, dtype=torch.uint8)[None])[0]))
+        return with_checksum(continue_crc32c(0, with_checksum(0)))
 
 
 @dataclass(frozen=True)
@@ -198,7 +197,7 @@ def write_store(path: Path, homes: Sequence[SparseLayer], plan: Plan, *, progres
         store.write(out, block)
         places = tuple(
             {
-                role: (out.offset(_name(home.site.key, role)), tensor.nbytes, _crc(_bytes(tensor)))
+                role: (out.offset(_name(home.site.key, role)), tensor.nbytes, _crc(tensor))
                 for role, tensor in tensors.items()
             }
             for home, tensors in zip(homes, small)
@@ -306,11 +305,11 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def _crc(data: torch.Tensor) -> int:
-    return int(crc32c(data[None])[0]) if data.numel() else 0
+def _crc(tensor: torch.Tensor) -> int:
+    return int(crc32c(_bytes(tensor)[None])[0]) if tensor.numel() else 0
 
 
 def _header_crc(path: Path) -> int:
     with open(path, "rb") as file:
         size = file.read(8)
-        return _crc(torch.frombuffer(bytearray(size + file.read(int.from_bytes(size, "little"))), dtype=torch.uint8))
+        return continue_crc32c(0, size + file.read(int.from_bytes(size, "little")))

@@ -248,10 +248,7 @@ def _sums_of_groups(v_N: torch.Tensor) -> torch.Tensor:
 
 
 def best_scales(w_Nk: torch.Tensor, weights: str, counts_k: torch.Tensor | None = None) -> torch.Tensor:
-    """``[N, 1]``: for each group of 32, the float16 candidate with the smallest squared error.
-
-    ``counts_k``: ``[32]``, weight of each column's error; None: all equal.
-    """
+    """``[N, 1]``: by group of 32, the float16 candidate with the least squared error, ``counts_k`` weighing columns."""
     ends_E = torch.tensor(_ENDS[weights])
     extreme_N1 = w_Nk.gather(1, w_Nk.abs().argmax(1, keepdim=True)) + 0.0  # -0.0 becomes 0.0
     extreme_N1 = extreme_N1.abs() if weights == "int8" else extreme_N1

@@ -107,10 +107,7 @@ def divergences(
 def mean_loss(
     model: nn.Module, data: Sequence[Batch], loss_fn: LossFn, context: Any, done: Callable[[], object] = lambda: None
 ) -> tuple[float, float]:
-    """Mean loss over ``data`` inside ``context``, and the share of skipped cold pairs (nan if unknown).
-
-    ``done`` is called after each batch.
-    """
+    """Mean loss over ``data`` in ``context``; share of skipped cold pairs, or nan. ``done``: after each batch."""
     parts = []
     with evaluating(model), letting_go(model), nullcontext() if context is None else context:
         for batch in data:

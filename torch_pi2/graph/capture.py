@@ -30,10 +30,7 @@ class CapturedGraph:
 
 
 def example_inputs(model: nn.Module) -> dict[str, Any]:
-    """Keyword arguments for one run of a Hugging Face model: int64 ``input_ids [2, 8]``.
-
-    Raises CalibrationError if the model has no ``config.vocab_size``.
-    """
+    """``input_ids [2, 8]`` for a Hugging Face model. Raises CalibrationError: no ``config.vocab_size``."""
     config = getattr(model, "config", None)
     text_config: Any = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
     vocab_size = getattr(text_config, "vocab_size", None)
@@ -132,10 +129,7 @@ def _fresh_caller() -> Any:
 
 @contextmanager
 def _quietly(model: nn.Module) -> Iterator[None]:
-    """Context in eval mode without backward hooks (which break graphs, and never run without gradients).
-
-    Mode, hooks and random state are restored afterwards.
-    """
+    """Eval mode without backward hooks, which break graphs; mode, hooks and random state are restored afterwards."""
     hooks = ("_backward_hooks", "_backward_pre_hooks")
     kept = [(module, name, vars(module)[name]) for module in model.modules() for name in hooks if vars(module)[name]]
     try:

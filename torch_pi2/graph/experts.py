@@ -149,10 +149,7 @@ def _formula(module: nn.Module, gated: bool) -> tuple[Formula, bool] | None:
 
 
 def _more_than(module: nn.Module, form: ExpertsForm) -> str:
-    """How the forward of ``module`` deviates from ``form``; empty if it does not, or cannot be tried.
-
-    It runs with small random weights on tokens of all magnitudes, in both modes.
-    """
+    """How ``module`` deviates from ``form`` with small random weights, in both modes; empty: in nothing known."""
     small = copy.copy(module)
     small._parameters = {}
     generator = torch.Generator().manual_seed(form.experts)

@@ -427,10 +427,7 @@ def _changes_something(node: fx.Node) -> bool:
 
 
 def _cuts_tokens(node: fx.Node) -> bool:
-    """Whether a slice, split or the like works on another dimension than the last.
-
-    It may keep everything of the example and yet cut longer inputs, which probing does not show.
-    """
+    """Whether a slice, split or the like works on another dimension than the last, which probes may not show."""
     source = node.args[0] if node.args else None
     example = source.meta.get("example_value") if isinstance(source, fx.Node) else None
     if not isinstance(example, torch.Tensor):  # an item of what split or chunk returned

@@ -16,9 +16,7 @@ from torch_pi2.types.site import FFNSite
 def check_ffn_input(
     site: FFNSite, training: bool, x: torch.Tensor, weights: torch.dtype, lookups: Lookups | None = None
 ) -> None:
-    """Checks hidden size and dtypes (of ``x`` and the ``weights``) and ``lookups``, and refuses gradients and global
-    module hooks.
-    """
+    """Checks sizes, dtypes (of ``x`` and ``weights``) and ``lookups``; refuses gradients and global module hooks."""
     if not torch.compiler.is_compiling():
         refuse_global_hooks(site.key)
         if lookups is not None:

@@ -368,10 +368,7 @@ def _check_alike(part: SparseFFN, first: SparseFFN) -> None:
 
 
 def expert_groups(layers: Sequence[Any]) -> list[list[Any]]:
-    """The layers of a plan, grouped as they are replaced: all experts of a module together, other layers alone.
-
-    Raises ArtifactError if the experts of a module are incomplete or out of order.
-    """
+    """A plan's layers, experts of a module together. Raises ArtifactError: some of them are missing or out of order."""
     alone = groupby(layers, lambda layer: id(layer) if layer.site.experts is None else layer.site.experts)
     groups = [list(group) for _, group in alone]
     seen: set[str] = set()

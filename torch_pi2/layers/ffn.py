@@ -375,10 +375,7 @@ class SparseFFN(DenseForm):
             check_together(self.site.key, x, self.neuron_rows)
 
     def _apply(self, fn: Any, recurse: bool = True) -> SparseFFN:
-        """``model.to(dtype)`` converts the neurons; scales and biases of the predictor stay float32.
-
-        Neurons in a store keep their dtype, and so do the biases that belong to them.
-        """
+        """``model.to(dtype)``: converts neurons, and biases with them, in memory only, and no scales of predictors."""
         if stays_as_it_is(self, fn):
             return self
         names = [*(f"predictor_{name}" for name in ("a_scale", "b_scale", "bias")), "thresholds"]

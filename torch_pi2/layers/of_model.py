@@ -59,9 +59,6 @@ def replacements(model: nn.Module) -> list[tuple[nn.Module, Replacement]]:
 
 
 def called_modules(model: nn.Module) -> dict[SparseLayer, nn.Module]:
-    """Sparse layer -> the module that it replaces, whose hooks see the layer's inputs.
-
-    A layer behind lazy tensors replaces no single module, and maps to itself.
-    """
+    """Sparse layer -> the module that it replaces, whose hooks see its inputs; itself, behind lazy tensors."""
     called: dict[SparseLayer, nn.Module] = {home: home for home in homes(model)}
     return called | {part: module for module, part in replacements(model) if isinstance(part, SparseLayer)}

@@ -40,9 +40,7 @@ _SLICE = 1024
 
 
 class _CallMode(threading.local):
-    """Context of the layers' calls in this thread, which the model cannot pass as arguments: see the functions that
-    set it. ``prompt_tokens`` 0: no prompt.
-    """
+    """How layers are called in this thread, which the model cannot pass on. ``prompt_tokens`` 0: no prompt."""
 
     prompt_tokens = 0
     sparse_only = False
@@ -76,10 +74,7 @@ def sparse_only() -> AbstractContextManager[None]:
 
 
 def single_steps() -> AbstractContextManager[None]:
-    """Context in which the tokens of a call are steps of one sequence, each with the bits of a call of its own.
-
-    Layers work as in :func:`sparse_only`, with the hot neurons of one token.
-    """
+    """Context in which tokens of a call are steps of one sequence, each with the bits of a call of its own."""
     return _called_with(single_steps=True, sparse_only=True)
 
 

@@ -133,10 +133,7 @@ class DenseForm(nn.Module):
         return w_IH, None if bias is None else bias.to(self.dtype)
 
     def dense_value(self, name: str) -> torch.Tensor:
-        """A copy of the parameter ``name`` of the site.
-
-        Bit-identical to the original; dequantised if the layer is quantised.
-        """
+        """A copy of the site's parameter ``name``, bit for bit; dequantised if the layer is quantised."""
         value: torch.Tensor | None = None
         for role, ref in self.site.refs.items():
             if name in (ref.weight, ref.bias):

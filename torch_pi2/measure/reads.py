@@ -85,10 +85,7 @@ def drive(folder: Path, nbytes: int, seconds: float) -> Iterator[Drive]:
 
 
 def reads(drive: Drive, seconds: float) -> Reads:
-    """Rates of the engine with the most small reads a second, over the whole file and an eighth of it.
-
-    Each figure is the median of ``_TAKES`` sweeps, as the load of a shared drive varies.
-    """
+    """Rates of the engine with the most small reads a second, in all and an eighth of the file; medians of sweeps."""
     points, typical = list(product(_BLOCKS, _DEPTHS)), (_TYPICAL, _DEPTHS[-1])
     each = max(_LEAST_S, seconds / (2 * len(points) + len(lists().engines))) / _TAKES
     small = {name: _medians(drive, name, [typical], drive.nbytes, each) for name in lists().engines}

@@ -14,9 +14,7 @@ from torch_pi2.observe import timings
 
 @dataclass(frozen=True)
 class TimedSteps:
-    """Total time, rows of the core's clock, counters of the store (None: no store), and the results of
-    :meth:`Decoder.step`.
-    """
+    """Total time, rows of the core's clock, counters of the store or None, and the results of :meth:`Decoder.step`."""
 
     seconds: float
     timings: list[list[int]]

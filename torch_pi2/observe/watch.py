@@ -126,10 +126,7 @@ class Watch:
             return round(first.tokens() / each) if each else 0
 
     def stats(self, *, reset: bool = False) -> ActivationStats:
-        """The counts so far, in the original order of neurons; may be called from any thread while the model runs.
-
-        ``reset``: count from zero.
-        """
+        """The counts so far, in the original order of neurons; from any thread. ``reset``: count from zero."""
         with self._turn:
             tokens = self.tokens
             by_key = {y.site.key: group.stats(i, reset) for group in self._groups for i, y in enumerate(group.layers)}
@@ -139,10 +136,7 @@ class Watch:
         return ActivationStats(layers, self.plan.model_hash, made_by | ({"predictors": predicted} if predicted else {}))
 
     def counts(self, *, reset: bool = False) -> list[tuple[SparseFFN, torch.Tensor]]:
-        """For each layer int64 ``[1 + I]``: tokens, and for how many each neuron fired, hot neurons first.
-
-        Much cheaper than :meth:`stats`. ``reset``: count from zero.
-        """
+        """By layer int64 ``[1 + I]``: tokens, and for how many each neuron fired, hot first. ``reset``: from zero."""
         with self._turn:
             return [(y, group.counts(i, reset)[0]) for group in self._groups for i, y in enumerate(group.layers)]
 

@@ -142,10 +142,7 @@ def predicted(
     int8_activations: bool,
     ops: Any = predictors,
 ) -> torch.Tensor:
-    """Neurons that the predictor of :func:`predicted_ffn` selects, bool ``[..., rows]``.
-
-    ``ops``: the references, or ``torch.ops.pi2``.
-    """
+    """Neurons that :func:`predicted_ffn`'s predictor selects, bool ``[..., rows]``; ``ops``: references or kernels."""
     mask: torch.Tensor
     if kind == "signbit":
         mask = ops.predict_signbit(x, predictor[0], x.shape[-1], cut)

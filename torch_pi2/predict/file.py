@@ -53,10 +53,7 @@ class FitReport:
 
 
 class FittedPredictors(dict[str, AnyPredictor]):
-    """Site key -> predictor, for sites with cold neurons.
-
-    ``report`` says how they were sized, ``model_hash`` which weights they belong to ("" if unknown).
-    """
+    """Site key -> predictor, for sites with cold neurons; ``report``: how sized; ``model_hash``: of weights or ""."""
 
     report: FitReport | None = None
     model_hash: str = ""

@@ -88,10 +88,7 @@ class LowRank:
     def of_cold(
         site: FFNSite, cold: torch.Tensor, tensors: Mapping[str, torch.Tensor] | None, int8_activations: bool
     ) -> Cold:
-        """A layer's part of :meth:`tensors` (of either class) for its ``cold`` neurons (int64).
-
-        ``int8_activations``: the layer computes with these. Raises as ``layer_tensors``.
-        """
+        """A layer's part of :meth:`tensors` (of either class) for its ``cold`` neurons. Raises as ``layer_tensors``."""
         a = (tensors or {}).get("a")
         if a is not None and a.dtype == torch.uint8:
             return _rows_of_cold(site, cold, tensors, a, int8_activations)

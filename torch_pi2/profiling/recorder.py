@@ -54,10 +54,7 @@ Sink = Callable[[Firing], None]
 
 
 def real_tokens(key: str, batch: Batch | None, rows: int) -> tuple[torch.Tensor, tuple[int, int] | None]:
-    """Mask ``[rows]`` of the rows of module ``key``, False for padding; and their grid.
-
-    Raises UnsupportedModelError: the rows are not the batch's tokens, and there is padding.
-    """
+    """Mask ``[rows]`` of a module's rows, False: padding; and their grid. Raises UnsupportedModelError: unclear."""
     mask_BT = None if batch is None else batch.mask_BT
     if mask_BT is None or mask_BT.numel() != rows:
         if mask_BT is not None and not bool(mask_BT.all()):

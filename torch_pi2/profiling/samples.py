@@ -106,9 +106,7 @@ def _file(path: Path, part: str) -> Path:
 def _rows_in(
     path: Path, part: str, rows: int, width: int, dtype: torch.dtype, *, writable: bool = False, crc: object = None
 ) -> torch.Tensor:
-    """``[rows, width]`` mapped from the file ``path.part``. Raises ArtifactError: a full disk, a file too short, or one
-    without the checksum ``crc`` (None: not known).
-    """
+    """``[rows, width]`` mapped from ``path.part``. Raises ArtifactError: a full disk, a short file, another ``crc``."""
     file, nbytes, fix = _file(path, part), rows * width * dtype.itemsize, f"Remove {path.parent}; begin again."
     with writing(path.parent):
         if writable and not file.exists():

@@ -275,10 +275,7 @@ def _name(parameter: fx.Node) -> str:
 
 
 def _planned(layer: GraphLayer, plan: Plan | None) -> tuple[GraphLayer, list[LayerPlan] | None]:
-    """The plan's layers with this down weight, and the layer with the same matrix first.
-
-    Frames below the root know only the end of its name.
-    """
+    """Layers of the plan with this down weight, the one with the same matrix first; inner frames know a name's end."""
     if plan is None:
         return layer, None
     name = _name(layer.parameters[layer.sites[0].down.weight])

@@ -28,9 +28,7 @@ _OF_FILES = {name: strategy for strategy, name in _IN_FILES.items()}
 
 
 def check_names(model: nn.Module, plan: Plan) -> None:
-    """Raises StaleArtifactError: ``plan`` names parameters or modules that ``model`` does not have, or a module
-    without its parameters as the owner of a layer.
-    """
+    """Raises StaleArtifactError: ``plan`` names what ``model`` lacks, or an owner without the layer's parameters."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
     for site in (layer.site for layer in plan.layers):

@@ -370,10 +370,7 @@ def as_it_was(*roots: nn.Module) -> Iterator[list[str]]:
 
 
 def _more_than(site: FFNSite, model: nn.Module, modules: Mapping[str, nn.Module]) -> str | None:
-    """Name of a tensor in ``modules`` that is not the FFN's.
-
-    An adapter or layer scale may have no effect now, and yet be trained or loaded later.
-    """
+    """A tensor in ``modules`` that is not the FFN's, as adapters' are, which may be trained or loaded later."""
     own = {id(model.get_parameter(name)) for name in site.parameter_names}
     for prefix, module in modules.items():
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):

@@ -217,10 +217,7 @@ def _json(schema: dict[str, Any]) -> str:
 
 
 def as_object(schema: dict[str, Any] | bool, what: str) -> dict[str, Any]:
-    """``schema`` as an object, with bounds of numbers limited to safe integers. ``what``: the request's field.
-
-    Raises ConfigError: it has keywords that cannot be enforced.
-    """
+    """``schema`` as an object, bounds within safe integers; ``what``: its field. Raises ConfigError: unenforceable."""
     if not isinstance(schema, dict):
         return {} if schema else {"not": {}}
     references = set[str]()

@@ -43,10 +43,7 @@ class _Reading:
 
 
 class Live:
-    """Reads the counters of ``served`` while there are listeners.
-
-    ``together``: number of models in this process, over which counters of work sum.
-    """
+    """Reads the counters of ``served`` while someone listens; ``together``: models here, which share some sums."""
 
     def __init__(self, served: ServedModel, together: int = 1) -> None:
         self._served, self._together = served, together

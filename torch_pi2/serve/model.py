@@ -114,10 +114,7 @@ class ServedModel:
     async def answer(
         self, request: CompletionRequest | ChatRequest, prompts: list[list[int]]
     ) -> AsyncIterator[tuple[int, Piece]]:
-        """Pieces of answers as they come, each with its choice's number (``request.n`` per prompt).
-
-        The sequences are cancelled if the caller stops iterating.
-        """
+        """Pieces of answers as they come, each with its choice's number; cancelled if the caller stops iterating."""
         events: asyncio.Queue[tuple[int, TokenEvent | EndEvent]] = asyncio.Queue()
         count = request.n * len(prompts)
         constraints = await asyncio.to_thread(lambda: [self._constraint(request) for _ in range(count)])

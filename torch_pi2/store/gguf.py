@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 
 from torch_pi2.base.fields import shown
-from torch_pi2.base.reading import Closing, open_file
+from torch_pi2.base.reading import OpenFile
 from torch_pi2.base.tensorfile import bytes_of
 from torch_pi2.base.units import size as shown_size
 from torch_pi2.errors import ArtifactError
@@ -28,7 +28,6 @@ SUFFIX = ".gguf"
 MAGIC = b"GGUF"
 #: The magic of PowerInfer's files, which are otherwise GGUF.
 _POWERINFER = b"PWRI"
-_EXPECTED, _FIX = "a whole GGUF file", "Get it again from where it comes from."
 
 
 def is_gguf(path: Path) -> bool:
@@ -134,7 +133,7 @@ class GgufTensor:
         return self.rows * self.row_bytes
 
 
-class GgufFile(Closing):
+class GgufFile(OpenFile):
     """An open GGUF file with its checked header. Close it, or use it as a context manager.
 
     Attributes:
@@ -143,26 +142,16 @@ class GgufFile(Closing):
         tensors: name -> :class:`GgufTensor`.
     """
 
+    whole, fix = "a whole GGUF file", "Get it again from where it comes from."
+
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self._file = open_file(path, "a GGUF file", "Check the file's name.")
+        super().__init__(path, "a GGUF file", "Check the file's name.")
         with self.opening():
-            try:
-                self.size = os.fstat(self._file).st_size
-                self._at, self._piece_at, self._piece = 0, 0, b""
-                self.metadata: dict[str, Any] = {}
-                self.tensors: dict[str, GgufTensor] = {}
-                self._read_header()
-            except OSError as error:
-                self._damaged(str(error.strerror or error))
-
-    def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-
-    def _damaged(self, reason: str) -> NoReturn:
-        raise ArtifactError(str(self.path), expected=_EXPECTED, found=f"damage ({reason})", fix=_FIX)
+            self.size = os.fstat(self._file).st_size
+            self._at, self._piece_at, self._piece = 0, 0, b""
+            self.metadata: dict[str, Any] = {}
+            self.tensors: dict[str, GgufTensor] = {}
+            self._read_header()
 
     # --- header
 
@@ -325,27 +314,16 @@ class GgufFile(Closing):
         """The first and last page of a tensor, to tell files apart. Raises ArtifactError."""
         tensor = self.tensor(name)
         size = min(tensor.nbytes, _PAGE)
-        try:
-            places = (tensor.start, tensor.start + tensor.nbytes - size)
-            first, last = (os.pread(tensor.file._file, size, at) for at in places)
-        except OSError as error:
-            tensor.file._damaged(str(error.strerror or error))
-        return first + last
+        found = bytearray(2 * size)
+        tensor.file._fill(memoryview(found)[:size], tensor.start, name)
+        tensor.file._fill(memoryview(found)[size:], tensor.start + tensor.nbytes - size, name)
+        return bytes(found)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows ``[start, stop)`` of a tensor as stored: uint8 ``[rows, row bytes]``. Raises ArtifactError."""
         tensor = self.tensor(name)
         rows = torch.empty((stop - start, tensor.row_bytes), dtype=torch.uint8)
-        into, at = bytes_of(rows), 0
-        while at < len(into):
-            try:
-                place = tensor.start + start * tensor.row_bytes + at
-                got = os.preadv(tensor.file._file, [into[at : at + (8 << 20)]], place)
-            except OSError as error:
-                tensor.file._damaged(str(error.strerror or error))
-            if not got:
-                tensor.file._damaged("it became shorter while it was read")
-            at += got
+        tensor.file._fill(bytes_of(rows), tensor.start + start * tensor.row_bytes, name)
         return rows
 
 
@@ -357,9 +335,7 @@ _MOST_PARTS = 99_999
 
 
 def gguf_in(path: str | Path) -> Path | None:
-    """``path`` if it is a GGUF file, or the (first) GGUF file in the folder ``path`` if it has no other checkpoint, or
-    None.
-    """
+    """``path`` if it is a GGUF file; the (first) one in folder ``path``, without another checkpoint there; or None."""
     path = Path(path)
     if not path.is_dir():
         return path if is_gguf(path) else None

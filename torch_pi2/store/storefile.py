@@ -19,7 +19,8 @@ import torch
 from torch_pi2.base.crc32c import crc32c
 from torch_pi2.base.memory import new_tensor
 from torch_pi2.base.progress import bar
-from torch_pi2.base.tensorfile import PIECE, Spec
+from torch_pi2.base.reading import PIECE
+from torch_pi2.base.tensorfile import Spec
 from torch_pi2.errors import StaleArtifactError
 from torch_pi2.formats import FORMATS, formats_of, neuron_shape, row_bytes
 from torch_pi2.store.superblock import PAGE, SECTOR, LayerEntry, Superblock, hash_bytes

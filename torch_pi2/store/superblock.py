@@ -5,9 +5,7 @@ from __future__ import annotations
 import struct
 from dataclasses import astuple, dataclass, replace
 
-import torch
-
-from torch_pi2.base.crc32c import crc32c
+from torch_pi2.base.crc32c import continue_crc32c
 
 MAGIC = b"PI2STORE"
 #: 1: a slot per neuron; 2: a slot per cluster; 3: down rows in another format; 4: shards, with some of the chunks.
@@ -84,7 +82,7 @@ class Superblock:
         def with_checksum(checksum: int) -> bytes:
             return (_HEADER.pack(MAGIC, version, checksum, *fields).ljust(_PART, b"\0") + entries).ljust(size, b"\0")
 
-        return with_checksum(_checksum(with_checksum(0)))
+        return with_checksum(continue_crc32c(0, with_checksum(0)))
 
     @staticmethod
     def parse(data: bytes) -> Superblock:
@@ -96,7 +94,7 @@ class Superblock:
             raise ValueError(f"magic {magic!r}")
         if version not in VERSIONS:
             raise ValueError(f"superblock version {version}")
-        found = _checksum(data[:12] + bytes(4) + data[16:])
+        found = continue_crc32c(0, data[:12] + bytes(4) + data[16:])
         if found != checksum:
             raise ValueError(f"superblock checksum {found:08x} where it says {checksum:08x}")
         if size != len(data) or size != superblock_bytes(layers) or not layers or page != PAGE:
@@ -128,7 +126,3 @@ def slot_bytes(neuron_bytes: int) -> int:
 def hash_bytes(model_hash: str) -> bytes:
     """A plan's hexadecimal hash as the superblock's 32 bytes. Raises ValueError: invalid."""
     return bytes.fromhex(model_hash)[:32].ljust(32, b"\0")
-
-
-def _checksum(data: bytes) -> int:
-    return int(crc32c(torch.frombuffer(bytearray(data), dtype=torch.uint8)[None])[0])

@@ -183,9 +183,7 @@ class QuantizedWeights(TensorReader):
         self.check_hash(plan.model_hash)
 
     def read_neurons(self, site: FFNSite, rows: tuple[int, int] | None = None) -> torch.Tensor:
-        """Neurons of a layer, or its neurons ``[start, stop)``, in plan order: uint8 ``[I, R, row bytes of H]``, or
-        ``[I, bytes]`` with two formats.
-        """
+        """Neurons (``rows``: from, to) in plan order: uint8 ``[I, R, row bytes]``; of two formats ``[I, bytes]``."""
         name = f"{site.key}.bundles"
         self.check(name, neuron_specs(site, self.format_of(site.key))[name])
         return self.read(name, rows)

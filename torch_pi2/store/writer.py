@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from torch_pi2.base.crc32c import check_bytes, crc32c
-from torch_pi2.base.tensorfile import PIECE, Spec, TensorWriter, in_file_order
+from torch_pi2.base.reading import PIECE
+from torch_pi2.base.tensorfile import Spec, TensorWriter, in_file_order
 from torch_pi2.errors import ArtifactError
 from torch_pi2.formats import neuron_shape
 from torch_pi2.store.storefile import SHARD, STORE_FORMAT, SUPERBLOCK, format_fields, store_version
@@ -184,9 +185,7 @@ class StoreAssembly:
         for layer in self.layers:
             self._write_slots(layer, out)
         for name in self.others:
-            source, size = self._source(name), self.specs[name].nbytes
-            for start in range(0, size, PIECE):
-                out.write_bytes(name, source.read_bytes(name, start, min(start + PIECE, size)), start)
+            out.copy_from(self._source(name), name)
 
     def _write_slots(self, layer: StoreLayer, out: TensorWriter) -> None:
         slots_name, checks_name = layer.tensors

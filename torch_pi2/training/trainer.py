@@ -85,10 +85,7 @@ def _divergence(logits_BTV: torch.Tensor, wanted_BTV: torch.Tensor) -> torch.Ten
 
 
 class Steering:
-    """Callback of Trainer: steers the penalty, measures held-out loss, shows progress.
-
-    It resumes from the rows of the log in Trainer's checkpoints.
-    """
+    """Callback of Trainer: steers the penalty (resumed from its log), measures held-out loss, shows progress."""
 
     def __init__(self, loss: SparseLoss, heldout_NT: torch.Tensor, zeros: float, progress: bool) -> None:
         self.loss, self.heldout_NT, self.progress = loss, heldout_NT, progress

@@ -48,9 +48,7 @@ class GroupConfig:
 
 @dataclass(frozen=True)
 class ShardLayer:
-    """The part of one layer. ``whole``: I, neurons on all machines. ``chunks``: numbers of the local chunks, ascending;
-    empty if another machine has the layer.
-    """
+    """Part of a layer: ``whole``, neurons on all machines; ``chunks``, ascending numbers of local ones, or none."""
 
     whole: int
     chunks: tuple[int, ...]
@@ -83,9 +81,7 @@ class ShardLayer:
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of a model that machine ``rank`` of ``ranks`` has. ``layers``: all layers of the model, by the site's
-    key.
-    """
+    """The part of a model that machine ``rank`` of ``ranks`` has; ``layers``: all of the model's, by site key."""
 
     rank: int
     ranks: int

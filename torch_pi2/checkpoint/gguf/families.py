@@ -182,9 +182,7 @@ class ArchMetadata:
         self.unused = {key[len(arch) + 1 :] for key in file.metadata if key.startswith(self._prefix)}
 
     def number(self, key: str, default: Any = None, *, least: float = 0, most: float = 1 << 31) -> Any:
-        """A number from ``least`` to ``most``, whole except for ``_FRACTIONS``. Raises ArtifactError: invalid, or
-        missing without a ``default``.
-        """
+        """A number, whole but for ``_FRACTIONS``. Raises ArtifactError: invalid, or missing without a ``default``."""
         found = self.get(key)
         if found is None and default is not None:
             return default
@@ -260,9 +258,7 @@ def configuration(file: GgufFile) -> dict[str, Any]:
 
 
 def _special_tokens(file: GgufFile, vocabulary: int) -> dict[str, Any]:
-    """Tokens named by the file, and tokens that end an answer by their text. Ids outside the vocabulary are ignored, as
-    in llama.cpp.
-    """
+    """Tokens that the file names, and those that end an answer by their text, within the vocabulary (as llama.cpp)."""
     usual = _TOKENS_OF_SPM if file.metadata.get("tokenizer.ggml.model") == "llama" else {}
     keys = (*_TOKENS.values(), "eot", "eom")
     found = {key: file.metadata.get(f"tokenizer.ggml.{key}_token_id", usual.get(key)) for key in keys}
@@ -335,9 +331,7 @@ def _rope(file: GgufFile, meta: ArchMetadata, family: Family) -> dict[str, Any]:
 
 
 def _llama3(file: GgufFile, rope: dict[str, Any]) -> dict[str, Any]:
-    """Recognise Llama 3.1's rule, which transformers implements, from a tensor of divisors. Raises
-    UnsupportedModelError: other values.
-    """
+    """Recognise Llama 3.1's rule from a tensor of divisors. Raises UnsupportedModelError: other values."""
     tensor = file.tensor("rope_freqs.weight")
     divisors = file.read_rows(tensor.name, 0, 1).view(torch.float32)[0] if tensor.type.name == "F32" else None
     if divisors is not None and rope["rope_type"] == "default" and len(tensor.shape) == 1:

@@ -147,9 +147,7 @@ class GgufCheckpoint(Closing):
         return Spec(shape, _FLOATS.get(tensor.type.name, torch.float32))
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows ``[start, stop)`` of matrix ``name`` in the model's order, uint8 as stored; columns of a down matrix
-        stored by neuron.
-        """
+        """Rows ``[start, stop)`` of ``name`` in the model's order, uint8 as stored; of down by neuron, its columns."""
         tensor, first, _ = self._tensor(name)
         order = self._order(tensor)
         if order is None:
@@ -219,9 +217,7 @@ class GgufCheckpoint(Closing):
         return sorted(set(self.file.tensors) - self.used - set(self.predictors()))
 
     def predictor(self, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The matrices of a block's predictor, float32 ``[r, H]`` and ``[I, r]``. Raises ArtifactError: they are
-        missing.
-        """
+        """A block's predictor, float32 ``[r, H]`` and ``[I, r]``. Raises ArtifactError: a matrix is missing."""
         found = [self.file.tensor(f"blk.{block}.fc{part}.weight") for part in (1, 2)]
         first, second = (_values(self.file.read_rows(t.name, 0, t.rows), t).float() for t in found)
         return first, second

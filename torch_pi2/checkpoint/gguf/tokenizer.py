@@ -59,10 +59,7 @@ def write_tokenizer(file: GgufFile, folder: Path) -> str:
 
 
 def _described(file: GgufFile) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The vocabulary and the settings, as transformers' converters take them.
-
-    Ids of tokens outside the vocabulary, such as 4294967295, are left out, as in llama.cpp.
-    """
+    """Vocabulary and settings, as transformers' converters take them, without token ids outside the vocabulary."""
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_TOKENIZER_MAPPING
 
     count = len(file.metadata[_TOKENS])

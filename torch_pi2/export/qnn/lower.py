@@ -298,10 +298,7 @@ def check(soc: str) -> None:
 
 
 def problems(soc: str, *, compile: bool = False) -> list[Pi2Error]:
-    """All problems that prevent compiling for ``soc``, such as ``SM8650``.
-
-    ``compile``: also compile a small layer in a process (about 10 seconds).
-    """
+    """All problems that prevent compiling for ``soc``; ``compile``: also try a small layer (about 10 seconds)."""
     found: list[Pi2Error] = []
     for step in (lambda: sdk.check_soc(soc), sdk.check_host, check_executorch, sdk.find):
         try:
