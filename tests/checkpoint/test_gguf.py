@@ -132,7 +132,7 @@ def test_powerinfer(made: Any, tmp_path: Path) -> None:
     values = ggufs.powerinfer(file, typed, "Q4_0", predictors)
     report = torch_pi2.import_gguf(typed, tmp_path / "out")
     assert (report.rounded, report.neurons, report.predictors, report.weights) == ({}, 2, 4, "int4")
-    again = torch_pi2.load(tmp_path / "out", dtype=torch.float32)
+    again = torch_pi2.load(tmp_path / "out", dtype=torch.float32, activations="float")
     relu = copy.deepcopy(model)
     for layer in relu.model.layers:
         layer.mlp.act_fn = torch.nn.ReLU()
@@ -203,7 +203,7 @@ def test_floats_of_what_was_imported_are_not_there(tmp_path: Path) -> None:
 def test_saved_again_and_as_floats(tmp_path: Path) -> None:
     """The same bits, and the same as the dense model of the rows' numbers."""
     torch_pi2.import_gguf(GOLDEN / "tiny-llama.q4_k_m.gguf", tmp_path / "out")
-    model = torch_pi2.load(tmp_path / "out", dtype=torch.float32)
+    model = torch_pi2.load(tmp_path / "out", dtype=torch.float32, activations="float")
     torch_pi2.save(model, tmp_path / "again")
     assert torch.equal(logits(torch_pi2.load(tmp_path / "again", dtype=torch.float32)), logits(model))
     dense = load_dense(tmp_path / "out", dtype=torch.float32)
@@ -399,13 +399,16 @@ def test_arguments(made: Any, tmp_path: Path) -> None:
 
 
 def test_beside_llama_cpp(tmp_path: Path) -> None:
-    """A file of its quantiser, and what it makes of it. It rounds inputs to 8 bits, and so do we if asked to."""
+    """A file of its quantiser, and what it makes of it. It rounds inputs to 8 bits, and so do we by default."""
     said = json.loads((GOLDEN / "tiny-llama.json").read_text())
     report = torch_pi2.import_gguf(GOLDEN / "tiny-llama.q4_k_m.gguf", tmp_path / "out")
     assert (report.rounded, set(report.types)) == ({}, {"Q4_K", "Q6_K"})
     theirs, ids = torch.tensor(said["logits"]), torch.tensor([said["tokens"]])
-    floats = torch_pi2.load(tmp_path / "out", dtype=torch.float32)
-    rounded = torch_pi2.load(tmp_path / "out", dtype=torch.float32, activations="int8")
+    floats = torch_pi2.load(tmp_path / "out", dtype=torch.float32, activations="float")
+    rounded = torch_pi2.load(tmp_path / "out", dtype=torch.float32)
+    for model, name in ((floats, "floats"), (rounded, "rounded")):  # the choice goes with the model
+        torch_pi2.save(model, tmp_path / name)
+        assert torch.equal(logits(torch_pi2.load(tmp_path / name, dtype=torch.float32)), logits(model))
     with torch.no_grad():
         exact, ours = floats(ids).logits[0], rounded(ids).logits[0]
     their_rounding = float((theirs - exact).norm() / exact.norm())

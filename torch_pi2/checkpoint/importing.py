@@ -103,7 +103,9 @@ def import_quantized(
     return report
 
 
-def write_imported(checkpoint: PackedSource, folder: Path, neurons: str, progress: bool) -> ImportReport:
+def write_imported(
+    checkpoint: PackedSource, folder: Path, neurons: str, progress: bool, activations: str = "float"
+) -> ImportReport:
     """Write ``pi2/`` into ``folder``, which has the configuration. Raises as :func:`torch_pi2.import_gguf`."""
     (folder / PI2_FOLDER).mkdir()
     with torch.device("meta"):
@@ -130,6 +132,8 @@ def write_imported(checkpoint: PackedSource, folder: Path, neurons: str, progres
             fix="Load the model's original checkpoint with transformers, and optimise that.",
         )
     plan = bound_plan(plan, strategies, dense, found_hash)
+    if activations != "float" and (linears or embeddings or plan.layers):
+        plan.made_by["activations"] = activations
     plan.save(folder / PI2_FOLDER)
     declare(folder)
     report = ImportReport(**vars(made), types=dict(writer.kept), rounded=writer.rounded, neurons=len(plan.layers))

@@ -192,7 +192,7 @@ def load(
     model: nn.Module | None = None,
     trust_remote_code: bool = False,
     dtype: torch.dtype | None = None,
-    activations: str = "float",
+    activations: str | None = None,
     budget: float | str | None = None,
     offload: OffloadConfig | None = None,
     context: int | None = None,
@@ -214,7 +214,9 @@ def load(
             folder made on this machine from a model whose code ran then (:mod:`torch_pi2.store.trust`).
         dtype: of the weights (default: as stored). Another dtype than the plan's is a StaleArtifactError. For a
             quantised folder or a store: dtype of the float weights other than neurons, and of the hidden states.
-        activations: with quantised weights, ``int8`` rounds the inputs of matrices to int8 (lossy, faster).
+        activations: with quantised weights, ``int8`` rounds the inputs of matrices to int8 (lossy, faster); ``float``
+            does not. Default: as the model computed that was saved, and for imports of GGUF files as their own engine
+            does, ``int8``; else ``float``.
         budget: bytes (or ``"2.5GiB"``) for weights, neuron cache, KV cache, and activations of a forward pass. Needs a
             store (:func:`torch_pi2.pack`); neurons that do not fit stay on flash. Lossless: the result does not depend
             on it. Activations are those of ``context`` tokens, at most 1,024: :class:`torch_pi2.Decoder` and
@@ -279,7 +281,10 @@ def read_model(folder: Path, settings: LoadSettings) -> nn.Module:
     with Parts(pi2) as parts:
         settings.check(folder, is_shard=parts.shard is not None)
         over_store = settings.budget is not None or parts.shard is not None
-        plan = checked_plan(parts.plan(), settings.plan, folder)
+        plan = checked_plan(own := parts.plan(), settings.plan, folder)
+        settings = replace(settings, activations=settings.activations or own.activations)
+        if settings.activations != plan.activations:  # for another folder that save() writes
+            plan = replace(plan, made_by=plan.made_by | {"activations": settings.activations})
         predictors = parts.predictors(plan.model_hash)
         stats = None if over_store else parts.stats(plan.model_hash)  # they are not part of a budget
     if weights_path(pi2) is not None:

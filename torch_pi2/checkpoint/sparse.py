@@ -58,7 +58,7 @@ class LoadSettings:
     model: nn.Module | None = None
     trust_remote_code: bool = False
     dtype: torch.dtype | None = None
-    activations: str = "float"
+    activations: str | None = None
     budget: float | str | None = None
     offload: OffloadConfig | None = None
     context: int | None = None
@@ -118,7 +118,7 @@ class LoadSettings:
                 "Leave model out, or use load_dense for the float weights.",
             ),
             (
-                self.activations not in (("float",) if in_floats else ACTIVATIONS),
+                self.activations not in (None, "float", *(() if in_floats else ACTIVATIONS)),
                 "activations=...",
                 "float, as the weights are float" if in_floats else " or ".join(ACTIVATIONS),
                 repr(self.activations),

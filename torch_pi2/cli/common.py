@@ -188,7 +188,8 @@ def add_budget(parser: argparse.ArgumentParser, of_each: str = "") -> None:
 
 def add_decoding(parser: argparse.ArgumentParser, of_each: str = "") -> None:
     add = parser.add_argument
-    add("--activations", choices=ACTIVATIONS, default="float", help="int8: faster, lossy")
+    rounded = "int8: round the inputs of quantised layers: faster, lossy (default for imports of GGUF)"
+    add("--activations", choices=ACTIVATIONS, help=rounded)
     add_budget(parser, of_each)
     gpu = f"for weights on the GPU{of_each}: all but feed-forward layers, and the neurons that fire most; or all"
     add("--gpu-memory", metavar="BYTES", help=gpu)

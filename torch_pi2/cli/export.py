@@ -41,8 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--linears", choices=LINEARS, default="float32", help="linear layers outside FFNs; int8, int4: lossy")
     add("--budget", metavar="BYTES", help="memory for a packed MODEL, such as 2GiB (default: all of it)")
     add("--kv", choices=KV_FORMATS, default="float32", help="format of keys and values; float16, int8: lossy")
-    inputs = "of a model with int4 or int8 weights: also round the inputs of its layers (lossy, faster)"
-    add("--activations", choices=ACTIVATIONS, default="float", help=inputs)
+    inputs = (
+        "of a model with int4 or int8 weights: round the inputs of its layers, too (lossy; default for imports of GGUF)"
+    )
+    add("--activations", choices=ACTIVATIONS, help=inputs)
     hot = "chunks of 512 neurons on the accelerator, by batch size (default: from the statistics; xnnpack: none)"
     add("--hot", type=_CHUNKS, help=hot)
     pieces = "pieces of prompts that the accelerator reads whole (default: 128 on an NPU that holds all layers)"

@@ -130,7 +130,7 @@ def load_sparse(args: argparse.Namespace) -> nn.Module:
         )
     phase(f"load {args.model}")
     with _loading(args, "model", "a Hugging Face causal language model"):
-        how: dict[str, Any] = {"activations": getattr(args, "activations", "float"), "dtype": dtype_of(args)}
+        how: dict[str, Any] = {"activations": getattr(args, "activations", None), "dtype": dtype_of(args)}
         if getattr(args, "budget", None) is not None:
             how |= common.given(args, "budget", "context")
         options = {"reduction": "reduction", "timeout_s": "timeout"}

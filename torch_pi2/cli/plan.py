@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--fixed-hot-set", action="store_true", default=None, help="the same hot neurons at all batch sizes")
     common.add_old_name(parser, "--one-boundary", "--fixed-hot-set")
     add("--explain", action="store_true", default=None, help="show the prediction only: --out may be left out")
-    add("--activations", choices=ACTIVATIONS, help="activations with which MODEL will be loaded (default: float)")
+    add("--activations", choices=ACTIVATIONS, help="activations with which MODEL will be loaded (default: its own)")
     common.add_loading(parser)
     common.add_mapped(parser)
     common.add_config(parser)
@@ -169,7 +169,7 @@ def _loaded(args: argparse.Namespace, stored: bool) -> Any:
     from torch_pi2.types.offload import OffloadConfig
 
     folder = Path(args.model)
-    how: dict[str, Any] = {"dtype": models.dtype_of(args), "activations": args.activations or "float"}
+    how: dict[str, Any] = {"dtype": models.dtype_of(args), "activations": args.activations}
     if stored and "cliff" in (budget := describe(folder)["budget"] or {}):
         how |= {"budget": budget["cliff"], "offload": OffloadConfig(preload=False)}
     return torch_pi2.load(folder, trust_remote_code=args.trust_remote_code, **how)

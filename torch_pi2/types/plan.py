@@ -105,6 +105,13 @@ class Plan:
         return model
 
     @property
+    def activations(self) -> str:
+        """``int8``: inputs of quantised layers are rounded, as when the model was saved, or by a file's own engine."""
+        config = self.made_by.get("config")
+        told = config.get("activations") if isinstance(config, dict) else None
+        return "int8" if self.made_by.get("activations", told) == "int8" else "float"
+
+    @property
     def orders_hash(self) -> str:
         """SHA-256 of :attr:`orders`, which identifies data in plan order."""
         return _orders_hash(self.orders)

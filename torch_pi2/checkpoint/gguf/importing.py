@@ -39,7 +39,7 @@ _HEAD_BYTES = 1 << 20
 #: Bytes of the file's name in its folder's name: file systems allow 255, and lock files add some.
 _NAME_BYTES = 100
 #: Increased when imports change, so that cached ones are made again.
-_REVISION = 2
+_REVISION = 3
 
 
 @checked
@@ -56,6 +56,8 @@ def import_gguf(
     Q4_0 to Q6_K (``int4+int8``, ``q4_k+int8``) or Q8_0 (``int8``). Down is rounded to int8, except in PowerInfer's
     files, which store it by neuron. Gate and up of different types are rounded too: to int8 if other layers keep theirs
     or the file has six or more bits per weight there, otherwise to int4. Rows are read some at a time.
+
+    Loaded by default with ``activations="int8"``, as the file's own engine computes.
 
     Args:
         file: a GGUF file, any part of a split model (``model-00001-of-00003.gguf``) with the others beside it, or a
@@ -82,7 +84,7 @@ def import_gguf(
         keep_card(folder, staging)
         _write_config(checkpoint, staging)
         tokenizer = write_tokenizer(checkpoint.file, staging)
-        report = write_imported(checkpoint, staging, neurons, progress)
+        report = write_imported(checkpoint, staging, neurons, progress, activations="int8")
         report.tokenizer = tokenizer
         if predictors is None:
             report.predictors = len(checkpoint.predictors())
