@@ -224,12 +224,7 @@ def _linear(node: fx.Node) -> _Linear | None:
 
 @fresh_settings()
 def merge_linears(gm: fx.GraphModule, tensors: Mapping[fx.Node, torch.Tensor]) -> list[torch.Tensor]:
-    """Merge in place; returns the tensors that the graph now takes as further inputs, at the end, in this order.
-
-    Args:
-        gm: a Dynamo graph, before AOTAutograd; weights are placeholders.
-        tensors: placeholder -> the real tensor behind it.
-    """
+    """Merge in place, before AOTAutograd; returns the tensors that the graph takes as further inputs, in this order."""
     load()
     groups: dict[tuple[Any, ...], list[_Linear]] = {}
     rows_used: dict[fx.Node, int] = {}

@@ -99,7 +99,7 @@ def check_made_from(what: str, found: str, wanted: str, expected: str, fix: str)
         expected: in words, before the hash.
     """
     if found != wanted:
-        raise StaleArtifactError(what, expected=f"{expected} {wanted[:12]}", found=found[:12], fix=fix)
+        raise StaleArtifactError(what, expected=f"{expected} {wanted[:12]}", found=found[:12] or "none", fix=fix)
 
 
 def check_choice(what: str, value: object, choices: Collection[str], fix: str) -> None:

@@ -124,10 +124,7 @@ def formats_of(neurons: str) -> tuple[str, str]:
 
 def neuron_shape(neurons: str, rows: int, hidden: int) -> tuple[int, ...]:
     """Shape in bytes of a neuron of ``rows`` rows of ``hidden`` numbers: ``[R, row bytes]``, or ``[bytes]`` for two
-    formats.
-
-    Raises:
-        ShapeError: ``hidden`` is not a multiple of a format's block.
+    formats. Raises ShapeError: ``hidden`` is not a multiple of a format's block.
     """
     first, down = formats_of(neurons)
     if has_two_formats(neurons):

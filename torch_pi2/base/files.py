@@ -28,7 +28,7 @@ import torch
 from torch_pi2.base.crc32c import continue_crc32c
 from torch_pi2.base.fields import shown
 from torch_pi2.base.reading import parse, read_bytes
-from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
+from torch_pi2.errors import ArtifactError, ConfigError, check_made_from
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -148,11 +148,8 @@ def not_written(path: Path, error: OSError) -> ArtifactError:
 def claimed(target: Path, *, patience_s: float = 0.0) -> Iterator[Path]:
     """A free path beside ``target`` for new content, to be renamed at the end, for one process at a time.
 
-    If the block raises, the content is removed, so that a full disk is not kept full.
-
-    Raises:
-        ArtifactError: another process has been writing for longer than ``patience_s``. OSError: it cannot be written
-            there.
+    If the block raises, the content is removed, so that a full disk is not kept full. Raises ArtifactError: another
+    process has been writing for longer than ``patience_s``. OSError: it cannot be written there.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     partial, old = (target.with_name(f".{target.name}.{end}") for end in ("partial", "old"))
@@ -178,10 +175,8 @@ def scratch(folder: Path, name: str) -> Iterator[Path]:
 @contextmanager
 def locked(target: Path, patience_s: float, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
     """The lock of ``target``, released with the process at the latest; ``on_wait`` is called once if another process
-    has it.
-
-    Raises:
-        ArtifactError: another process has had it for longer than ``patience_s``. OSError: its file cannot be written.
+    has it. Raises ArtifactError: another process has had it for longer than ``patience_s``. OSError: its file cannot be
+    written.
     """
     path, begun = target.with_name(f".{target.name}.lock"), time.monotonic()
     waiting = False
@@ -252,10 +247,8 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
     """Write a folder completely or not at all: yields an empty one beside it, which replaces it when the block ends.
 
     All files are synced before they get their names. On an error ``folder`` stays as it was. The caller checks whether
-    an existing ``folder`` may be replaced.
-
-    Raises:
-        ArtifactError: another process writes it, a file is in its place, or for any OSError, in the block too.
+    an existing ``folder`` may be replaced. Raises ArtifactError: another process writes it, a file is in its place, or
+    for any OSError, in the block too.
     """
     folder = Path(os.path.realpath(folder))
     check_not_current(folder)
@@ -379,13 +372,9 @@ def check_artifact(path: Path | str, meta: Mapping[str, str], fmt: str, version:
         raise ArtifactError(
             str(path), expected="the hash of a model's weights", found="none", fix="The file is damaged; make it again."
         )
-    if model_hash is not None and meta["model_hash"] != model_hash:
-        raise StaleArtifactError(
-            str(path),
-            expected=f"made from FFN weights {model_hash[:12]}",
-            found=meta["model_hash"][:12],
-            fix="It belongs to another model or to an older checkpoint; make it again for this one.",
-        )
+    if model_hash is not None:
+        fix = "It belongs to another model or to an older checkpoint; make it again for this one."
+        check_made_from(str(path), meta["model_hash"], model_hash, "made from FFN weights", fix)
 
 
 def _of_another_version(where: str | Path, wanted: str, version: int, found: str) -> ArtifactError:

@@ -393,12 +393,9 @@ class QuantizedCheckpoint(Checkpoint):
     def _made(
         self, base: str, q_NK: torch.Tensor, scale_NG: torch.Tensor, z_NG: torch.Tensor | None, order: str = ""
     ) -> _Integers:
-        """The matrix ``scale (q - z)``; ``order`` names the tensor with the group of each column.
-
-        Raises:
-            ArtifactError: mismatched shapes, or zero points that are no integers. NonFiniteError: NaN or infinite
-                scales.
-            UnsupportedModelError: columns of a group are not adjacent.
+        """The matrix ``scale (q - z)``; ``order`` names the tensor with the group of each column. Raises ArtifactError:
+        mismatched shapes, or zero points that are no integers. NonFiniteError: NaN or infinite scales.
+        UnsupportedModelError: columns of a group are not adjacent.
         """
         rows, columns = q_NK.shape
         sound = scale_NG.dim() == 2 and len(scale_NG) == rows > 0 and scale_NG.shape[1] > 0

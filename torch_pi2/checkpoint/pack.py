@@ -58,12 +58,7 @@ _NEURONS = "bundles"
 
 @dataclass
 class PackReport:
-    """Result of :func:`pack`.
-
-    Attributes:
-        file_bytes: size of the store. layers, neurons: their numbers. seconds: wall time.
-        regions: bytes of the file by purpose (see :meth:`StoreReader.regions`).
-    """
+    """Result of :func:`pack`; ``regions``: bytes by purpose (:meth:`StoreReader.regions`); ``seconds``: wall time."""
 
     file_bytes: int = 0
     layers: int = 0

@@ -64,11 +64,7 @@ class Packed(NamedTuple):
 
 
 class PackedSource(Source, Protocol):
-    """A checkpoint with matrices in few bits.
-
-    Attributes:
-        about: the model, for messages. by_neuron: down matrices are stored transposed, one row per neuron.
-    """
+    """A checkpoint with matrices in few bits. ``about``: the model, in messages. ``by_neuron``: down is transposed."""
 
     about: str
     by_neuron: bool
@@ -114,11 +110,9 @@ class Stored:
         return spec
 
     def place_layers(self, plan: Plan, needed: bool) -> tuple[dict[str, str], dict[str, str]]:
-        """Site key -> one of ``STRATEGIES``, and the reasons why other layers stay dense, which are logged.
-
-        Raises:
-            UnsupportedModelError: no layer can be replaced, and one is ``needed``, or some are experts.
-            ArtifactError, DtypeError, NonFiniteError: the checkpoint's tensors do not fit a layer.
+        """Site key -> one of ``STRATEGIES``, and the reasons why other layers stay dense, which are logged. Raises
+        UnsupportedModelError: no layer can be replaced, and one is ``needed``, or some are experts. ArtifactError,
+        DtypeError, NonFiniteError: the checkpoint's tensors do not fit a layer.
         """
         for layer in plan.layers:
             self._check_site(layer.site)

@@ -14,7 +14,7 @@ import torch
 from torch_pi2.base.dtypes import DTYPES, dtype_name
 from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.checkpoint.stored import Stored, refs_of
-from torch_pi2.errors import NonFiniteError, StaleArtifactError
+from torch_pi2.errors import NonFiniteError, check_made_from
 from torch_pi2.fitting.gptq_model import neuron_key
 from torch_pi2.formats import FLOATS, row_bytes
 from torch_pi2.ops.quantized import RelativeError
@@ -30,6 +30,10 @@ _CHUNK = 2 << 20
 #: Bytes of neurons built at a time; matrices are read once per such group.
 _GROUP = 384 << 20
 NO_ROWS: Mapping[str, torch.Tensor] = {}
+_CONVERTED = (
+    "The weights were changed or converted since; optimise and save the model again. Of a model that divides weights "
+    "when evaluated (RWKV-4), take the checkpoint it was made of."
+)
 #: In the header until the hash is known.
 NO_HASH = "0" * 64
 
@@ -132,14 +136,9 @@ class Quantizer:
                         if ref.bias is not None:
                             update_digest(digest, ref.take_bias(self._checkpoint.read(self._stored(ref.bias))))
             found = digest.hexdigest()
-            if self._plan.model_hash not in (found, NO_HASH):
-                raise StaleArtifactError(
-                    f"plan in {self._checkpoint.folder}",
-                    expected=f"feed-forward weights {self._plan.model_hash[:12]}",
-                    found=found[:12],
-                    fix="The weights were changed or converted since; optimise and save the model again. "
-                    "Of a model that divides its weights when evaluated (RWKV-4), take the checkpoint it was made of.",
-                )
+            if self._plan.model_hash != NO_HASH:
+                where, wanted = f"plan in {self._checkpoint.folder}", self._plan.model_hash
+                check_made_from(where, found, wanted, "feed-forward weights", _CONVERTED)
             out.set_metadata("model_hash", found)
         return report, found
 

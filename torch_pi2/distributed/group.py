@@ -153,10 +153,8 @@ class Group:
     @contextmanager
     def together(self) -> Iterator[None]:
         """The block is executed by all processes. After a failure the group refuses to compute, because the others
-        would misread later messages.
-
-        Raises:
-            GroupError: the group has failed before, or another process has ended, hangs, or has failed.
+        would misread later messages. Raises GroupError: the group has failed before, or another process has ended,
+        hangs, or has failed.
         """
         if self._failed is not None:
             raise GroupError(

@@ -61,11 +61,7 @@ def _check_group(what: str, ranks: int) -> int:
 
 @dataclass(frozen=True)
 class Membership:
-    """This process as a member of a group.
-
-    Attributes:
-        shards: of all processes, by rank. reduction: see :class:`~torch_pi2.types.shard.GroupConfig`.
-    """
+    """This process in a group; ``shards``: of all processes, by rank. ``reduction``: see ``GroupConfig``."""
 
     group: Group
     shards: tuple[Shard, ...]

@@ -55,10 +55,8 @@ def partition_neurons(plan: Plan, ranks: int, shares: Sequence[float] | None = N
 
 def partition_layers(plan: Plan, ranks: int, shares: Sequence[float] | None = None) -> list[Shard]:
     """The stage of each of ``ranks`` machines: consecutive decoder blocks, with its share of the neurons' weights.
-
-    Raises:
-        ConfigError: as :func:`partition_neurons`; or the layers are not in one sequence of blocks, or there are too
-            few.
+    Raises ConfigError: as :func:`partition_neurons`; or the layers are not in one sequence of blocks, or there are too
+    few.
     """
     weights = _normalised(ranks, shares)
     sizes: dict[str, int] = {}

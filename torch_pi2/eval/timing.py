@@ -80,10 +80,7 @@ def _decode_round(
 
 
 def ffn_modules(dense: nn.Module, sites: Iterable[FFNSite]) -> list[str]:
-    """Names of the modules that compute the FFNs of ``sites``, dense or sparse.
-
-    An FFN without a module of its own (OPT: linears of the decoder layer) has its linears and the modules between them.
-    """
+    """Names of modules that compute the FFNs of ``sites``; without one of its own, its linears and what is between."""
     names: list[str] = []
     for site in sites:
         own = set(site.parameter_names)

@@ -37,10 +37,7 @@ def before_scored(first: Sequence[Batch], most: int) -> int:
 
 
 def first_batches(data: Any, tokenizer: Any = None, tokens: int = TOKENS) -> list[Batch]:
-    """The first batches of ``data``: ``tokens`` for :func:`inputs_of`, and :data:`TOKENS` for :func:`scored_rows`.
-
-    Like all functions here that take ``data``, raises CalibrationError: it is empty or of a wrong form.
-    """
+    """The first batches of ``data``: ``tokens`` for :func:`inputs_of`, and :data:`TOKENS` for :func:`scored_rows`."""
     found, seen = list[Batch](), 0
     for batch in _batches(data, tokenizer):
         found.append(batch)

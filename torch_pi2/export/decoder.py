@@ -46,9 +46,7 @@ class Lanes(nn.Module):
 
     Shape ``[lanes, KV heads, max_tokens, head size]``, see :mod:`~torch_pi2.export.attention`. For models with their
     own attention code ``[lanes * max_tokens, KV heads, head size]``: ExecuTorch writes in place only at vector indices.
-
-    Raises:
-        UnsupportedModelError: its cache does not hold keys and values of all tokens.
+    Raises UnsupportedModelError: its cache does not hold keys and values of all tokens.
     """
 
     def __init__(self, model: nn.Module, lanes: int, max_tokens: int, kv: str = "float32") -> None:

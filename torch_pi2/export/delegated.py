@@ -167,10 +167,8 @@ class SplitFFN(nn.Module):
 
 
 def exported_layers(model: nn.Module) -> list[SparseLayer]:
-    """The sparse layers of ``model`` in plan order; empty if it was imported without neurons.
-
-    Raises:
-        ConfigError: a dense model, or a shard. UnsupportedModelError: an FFN is inline code of a bigger block.
+    """The sparse layers of ``model`` in plan order; empty if it was imported without neurons. Raises ConfigError: a
+    dense model, or a shard. UnsupportedModelError: an FFN is inline code of a bigger block.
     """
     handle, what = ModelState.of(model), f"export of {type(model).__name__}"
     if handle is None:
@@ -245,10 +243,8 @@ def linears_of(model: nn.Module, asked: str) -> str:
 
 
 def prepare_rest(model: nn.Module, linears: str) -> None:
-    """Convert ``model`` to float32 in place except 16-bit embeddings, and quantise its linear layers.
-
-    Raises:
-        LibraryMissingError: quantisation needs torchao.
+    """Convert ``model`` to float32 in place except 16-bit embeddings, and quantise its linear layers. Raises
+    LibraryMissingError: quantisation needs torchao.
     """
     for module in model.modules():
         if isinstance(module, QuantLinear):

@@ -87,9 +87,7 @@ def check_executorch() -> None:
 
 def set_options(options: Mapping[str, str | int | bool]) -> None:
     """Set options of the backend (``csrc/include/pi2/executorch.h``) for programs loaded later; "" restores a default.
-
-    Raises:
-        ConfigError: an unknown option, or an invalid value.
+    Raises ConfigError: an unknown option, or an invalid value.
     """
     library = load_library()
     for key, value in options.items():
@@ -99,10 +97,8 @@ def set_options(options: Mapping[str, str | int | bool]) -> None:
 
 
 def share_weights(share: bool) -> None:
-    """Let methods loaded later share float weights packed by XNNPACK.
-
-    Raises:
-        LibraryMissingError: this executorch has no XNNPACK.
+    """Let methods loaded later share float weights packed by XNNPACK. Raises LibraryMissingError: this executorch has
+    no XNNPACK.
     """
     if load_library().pi2_et_share_weights(int(share)) != 0:
         raise delegate_error(last_error(), LibraryMissingError)

@@ -123,10 +123,7 @@ def chunks_per_batch(
 
     In this order: ``given`` (batch size -> chunks of every layer); ``hardware``, the layers' plan, if it uses an
     accelerator; neurons that fire for any token of the batch in at least ``hot_frequency`` of the steps in ``stats``;
-    the plan's hot neurons.
-
-    Raises:
-        ConfigError: ``given`` lacks a batch size, or has a number below 1.
+    the plan's hot neurons. Raises ConfigError: ``given`` lacks a batch size, or has a number below 1.
     """
     planned = hardware if hardware is not None and any(any(b.accelerator) for b in hardware.buckets) else None
 

@@ -295,11 +295,8 @@ def samples_of(part: AttentionPart, seen: Sequence[Sequence[torch.Tensor]]) -> l
 def attention_calls(lanes: Lanes, dtype: torch.dtype | None = None) -> list[AttentionCall]:
     """How each layer calls its attention, observed on one token.
 
-    ``dtype``: of the cached keys and values that parts get (default: the cache's).
-
-    Raises:
-        UnsupportedModelError: the model has attention code of its own, or calls it with other arguments than states
-            and positions.
+    ``dtype``: of the cached keys and values that parts get (default: the cache's). Raises UnsupportedModelError: the
+    model has attention code of its own, or calls it with other arguments than states and positions.
     """
     model = lanes.model
     if not lanes.ours:

@@ -75,12 +75,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Methods:
-    """Methods to trace.
-
-    Attributes:
-        specs: by name. hot_attention: whether the accelerator computes attention of prompts. check: raises if traced
-            methods are wrong.
-    """
+    """Methods to trace; ``hot_attention``: an accelerator's, for prompts; ``check``: raises if they are wrong."""
 
     specs: Mapping[str, MethodSpec]
     chunks: Chunks = field(default_factory=dict)
@@ -90,12 +85,7 @@ class Methods:
 
 @dataclass(frozen=True)
 class Accelerated:
-    """The accelerator's modules.
-
-    Attributes:
-        hot: method -> for each layer, the module that computes its hot neurons and their number.
-        calls, attention: see :data:`~torch_pi2.export.hot_attention.PlacedAttention`.
-    """
+    """Modules by method: of hot neurons, with their number, by layer; and of attention, see ``PlacedAttention``."""
 
     hot: Mapping[str, Sequence[tuple[nn.Module, int]]] = field(default_factory=dict)
     calls: Sequence[AttentionCall] = ()

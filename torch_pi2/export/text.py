@@ -199,10 +199,8 @@ def write_chat(tokenizer: Any, folder: Path) -> bool:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a bundle, without running code from the folder.
-
-    Raises:
-        LibraryMissingError: transformers is not installed. ArtifactError: the tokenizer is missing or damaged.
+    """The tokenizer of a bundle, without running code from the folder. Raises LibraryMissingError: transformers is not
+    installed. ArtifactError: the tokenizer is missing or damaged.
     """
     try:
         from transformers import AutoTokenizer
@@ -229,10 +227,8 @@ def load_tokenizer(folder: Path) -> Any:
 def encode(
     prompt: str | Sequence[int] | Sequence[Mapping[str, Any]] | torch.Tensor, tokenizer: Callable[[], Any], vocab: int
 ) -> list[int]:
-    """Token ids of text, of a chat, or of ids (``[T]`` or ``[1, T]``).
-
-    Raises:
-        ConfigError: there are no tokens, one is not below ``vocab``, or there is no chat template.
+    """Token ids of text, of a chat, or of ids (``[T]`` or ``[1, T]``). Raises ConfigError: there are no tokens, one is
+    not below ``vocab``, or there is no chat template.
     """
     if isinstance(prompt, str):
         ids = list(tokenizer()(prompt)["input_ids"])

@@ -57,13 +57,7 @@ class Solved(NamedTuple):
 
 
 class Grid:
-    """The numbers that a format can store: integers times a scale for each group of columns.
-
-    This one is int4 and int8 as in stores, with a float16 scale for each 32 columns.
-
-    Attributes:
-        size: columns of a group; 0: all columns.
-    """
+    """What a format can store: integers times a scale by ``size`` columns (0: all); this is int4 and int8 of stores."""
 
     size = GROUP
 

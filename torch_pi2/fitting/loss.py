@@ -26,10 +26,8 @@ LossFn = Callable[[nn.Module, Batch], tuple[float, int]]
 
 
 def causal_lm_loss(model: nn.Module, batch: Batch) -> tuple[float, int]:
-    """Next-token negative log likelihood in nats, padding left out. Needs ``batch.input_ids``.
-
-    Raises:
-        CalibrationError: the batch has no ids, or the model's output has no logits.
+    """Next-token negative log likelihood in nats, padding left out. Needs ``batch.input_ids``. Raises CalibrationError:
+    the batch has no ids, or the model's output has no logits.
     """
     total, count = 0.0, 0
     for part in _calls(model, batch):
@@ -75,10 +73,7 @@ def _ids_and_logits(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch
 def divergences(
     model: nn.Module, data: Sequence[Batch], contexts: Sequence[AbstractContextManager[Any]], *, progress: bool = False
 ) -> list[float]:
-    """Kullback-Leibler divergence of next-token distributions inside each of ``contexts`` from those outside.
-
-    In nats, mean over the real tokens of ``data``. Raises CalibrationError as :func:`causal_lm_loss`.
-    """
+    """Kullback-Leibler divergence of next tokens inside each of ``contexts`` from those outside, in nats a token."""
     sums, count = [0.0] * len(contexts), 0
     calls = [part for batch in data for part in _calls(model, batch)]
     total = len(calls) * (1 + len(contexts))

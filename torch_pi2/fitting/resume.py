@@ -98,11 +98,9 @@ def _write(path: Path, **fields: Any) -> None:
 
 @contextmanager
 def work_folder(folder: Path | None, made_from: Mapping[str, Any]) -> Iterator[None]:
-    """Lock ``folder``, if there is one, for a fit with the inputs ``made_from``: name -> digest or setting.
-
-    Raises:
-        StaleArtifactError: the folder belongs to another fit.
-        ArtifactError: another process fits there, or the folder is damaged.
+    """Lock ``folder``, if there is one, for a fit with the inputs ``made_from``: name -> digest or setting. Raises
+    StaleArtifactError: the folder belongs to another fit. ArtifactError: another process fits there, or the folder is
+    damaged.
     """
     if folder is None:
         yield

@@ -57,10 +57,8 @@ def score_scales(
     model: nn.Module, data: list[Batch], sites: Sequence[FFNSite], score: str, *, progress: bool = False
 ) -> dict[str, torch.Tensor]:
     """Site key -> ``[I]`` float32 with mean 1: the norm of the down row times the root mean square of the second factor
-    on ``data``; empty for the score ``gate``. ``sites``: from :func:`read_first`.
-
-    Raises:
-        ConfigError: a score other than ``gate`` for experts, whose operator has one threshold per expert.
+    on ``data``; empty for the score ``gate``. ``sites``: from :func:`read_first`. Raises ConfigError: a score other
+    than ``gate`` for experts, whose operator has one threshold per expert.
     """
     if score == "gate":
         return {}
@@ -269,11 +267,8 @@ def choose_thresholds(
     model: nn.Module, data: list[Batch], sites: Sequence[FFNSite], config: Config, *, progress: bool = False
 ) -> Thresholds:
     """Thresholds of ``sites``, whose activations have no exact zeros, by ``score``, ``sparsity`` or ``max_loss``.
-
-    Raises:
-        ConfigError: see :func:`score_scales`.
-        CalibrationError: fewer than 10 sequences with ``max_loss``; no next-token logits, which ``max_loss`` and the
-            comparison of several scores need.
+    Raises ConfigError: see :func:`score_scales`. CalibrationError: fewer than 10 sequences with ``max_loss``; no
+    next-token logits, which ``max_loss`` and the comparison of several scores need.
     """
     several = len(_score_names(config, sites)) > 1
     if config.max_loss is not None or several:

@@ -86,12 +86,7 @@ def _operands(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tupl
 
 
 class MatmulIndex:
-    """Finds the site that an operation belongs to.
-
-    Args:
-        sites: the FFNs.
-        model: has their parameters. Addresses are read here, once: build a new index if weights move.
-    """
+    """Finds the site of an operation by addresses in ``model``, read once: build a new index if weights move."""
 
     def __init__(self, sites: Sequence[FFNSite], model: nn.Module) -> None:
         self._model = model

@@ -91,11 +91,7 @@ def search(
     needed: bool = True,
     warn: bool = True,
 ) -> Found:
-    """As :func:`find_sites`, with the layers that stay dense.
-
-    Args:
-        needed: raise if there is no layer; else the error is in ``refused``. warn: log layers that are left dense.
-    """
+    """As :func:`find_sites`, with what stays dense (``warn``: logged). ``needed``: raise if there is no layer."""
     if has_sparse_layers(model):
         fix = "Call torch_pi2.restore(model) first; one that was quantised is loaded again."
         rewritten = "one that torch_pi2 has already rewritten"

@@ -126,11 +126,7 @@ def same_tokens(found: Any, wanted: torch.Tensor) -> bool:
 
 
 class BranchCoverage(TorchFunctionMode):
-    """``with coverage: code()``, several times; :meth:`missed` then lists what no run reached.
-
-    Attributes:
-        constants: the finite nonzero numbers that were compared with.
-    """
+    """``with coverage: code()``, several times; then :meth:`missed`; ``constants``: finite numbers compared with."""
 
     def __init__(self) -> None:
         super().__init__()

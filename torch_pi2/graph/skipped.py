@@ -64,11 +64,7 @@ def _begin(firsts: list[Projection], down: Projection) -> bool:
 
 
 def not_reached(model: nn.Module, reached: Set[int], apart: Iterable[str]) -> dict[str, str]:
-    """Name -> reason of modules with the linears of a feed-forward layer, none of which ran in any graph.
-
-    Args:
-        reached: ids of the parameters in graphs. apart: names of modules that are handled elsewhere.
-    """
+    """Name -> reason of modules with an FFN's linears, none of which a graph ``reached``; without those ``apart``."""
     found: dict[str, str] = {}
     known = tuple(f"{name}." for name in apart)
     for name, module in model.named_modules():

@@ -93,11 +93,9 @@ def _saving(usual: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _write(model: Any, folder: Path) -> None:
-    """Write ``pi2/`` and the configuration of ``model``; other files in ``folder`` stay, except dense weights.
-
-    Raises:
-        ConfigError: ``model`` reads its store from that folder. ArtifactError: it cannot be written.
-            StaleArtifactError: predictors or thresholds were fitted to other weights.
+    """Write ``pi2/`` and the configuration of ``model``; other files in ``folder`` stay, except dense weights. Raises
+    ConfigError: ``model`` reads its store from that folder. ArtifactError: it cannot be written. StaleArtifactError:
+    predictors or thresholds were fitted to other weights.
     """
     store = store_of(model)
     if store is None:

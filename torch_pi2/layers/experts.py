@@ -160,10 +160,8 @@ class SparseExperts(nn.Module):
 
         Arguments are given by position, or by the names in the original's forward. Expert index E adds nothing. The
         result has the dtype of ``hidden_states`` (autocast's under ``torch.autocast``); a token's result does not
-        depend on the other tokens.
-
-        Raises:
-            ShapeError: the last dimension is not H. GradientError: a gradient would be needed.
+        depend on the other tokens. Raises ShapeError: the last dimension is not H. GradientError: a gradient would be
+        needed.
         """
         hidden_states, top_k_index, top_k_weights = Routed.of(args, kwargs, len(self.sites))
         check_ffn_input(self.site, self.training, hidden_states, self.dtype, self.lookups)

@@ -208,11 +208,8 @@ class SparseFFN(DenseForm):
         """``x [..., H]`` in float32, bfloat16 or float16; the result has its shape and dtype.
 
         ``x`` may be passed by its name in the dense forward. Under ``torch.autocast`` the computation has ``x``'s dtype
-        and the result autocast's.
-
-        Raises:
-            ShapeError: the last dimension is not H. GradientError: a gradient would be needed.
-            ConfigError: other arguments; or training mode of a layer with dropout.
+        and the result autocast's. Raises ShapeError: the last dimension is not H. GradientError: a gradient would be
+        needed. ConfigError: other arguments; or training mode of a layer with dropout.
         """
         return self.whole(only_input(self.keyword, self.site.key, args, kwargs))
 

@@ -124,11 +124,7 @@ def check_together(key: str, x: torch.Tensor, rows: torch.Tensor) -> None:
 
 
 class TransferBuffer:
-    """Pinned memory and a copy stream between the CPU and a GPU. Copies of a model share it.
-
-    Attributes:
-        turn: held from the copy of an input until its result is on its way back.
-    """
+    """Pinned memory and a copy stream to a GPU, for all copies of a model; ``turn``: held while a call uses them."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -129,9 +129,7 @@ class QuantLinear(_OverRows):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """``[..., K]`` in float32, bfloat16 or float16; the result has its dtype (under autocast: that of autocast).
-
-        Raises:
-            ShapeError: the last dimension is not K. GradientError: a gradient would be needed.
+        Raises ShapeError: the last dimension is not K. GradientError: a gradient would be needed.
         """
         if input.shape[-1] != self.in_features:
             raise ShapeError(

@@ -164,11 +164,8 @@ class Store:
         layers.
 
         Neurons that no longer fit are evicted by the policy, and their memory returns to the system. New space is empty
-        until :meth:`preload`. Results keep their bits.
-
-        Raises:
-            ConfigError: an impossible size, or engine ``mmap``, which has no cache.
-            ArtifactError: the store has been closed.
+        until :meth:`preload`. Results keep their bits. Raises ConfigError: an impossible size, or engine ``mmap``,
+        which has no cache. ArtifactError: the store has been closed.
         """
         share = self._hot_share(cache_bytes)
         with explained(str(self.path)):

@@ -66,10 +66,7 @@ def chunks_of_prompt(tokens: int) -> AbstractContextManager[None]:
 
 
 def sparse_only() -> AbstractContextManager[None]:
-    """Context in which layers work as in decoding, whatever the number of tokens: for measuring loss and sparsity.
-
-    A loss taken over prompts that are computed densely would not show what a predictor misses.
-    """
+    """Context in which layers work as in decoding for any number of tokens, to measure what a predictor misses."""
     return _called_with(sparse_only=True)
 
 
@@ -139,10 +136,7 @@ def _as_they_are(layer: PromptLayer) -> bool:
 
 
 def dense_on_gpu_from(layer: PromptLayer) -> int:
-    """Number of tokens from which a ``layer`` on a GPU computes every neuron, for inputs of its dtype.
-
-    From there the tokens, each reading its own neurons, would read more than the dense product.
-    """
+    """Tokens from which a ``layer`` on a GPU computes all: each token's own neurons would be more to read."""
     site, share = layer.site, layer.expected_share
     hot = layer.by_batch[-1][1] if layer.by_batch else layer.n_hot
     if hot == site.intermediate:

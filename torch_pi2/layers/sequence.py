@@ -16,10 +16,7 @@ from torch_pi2.types.site import FFNSite
 
 
 def only_input(keyword: str, key: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The only argument of a call: a tensor by position, or as ``keyword``, its name in the dense forward.
-
-    Raises ConfigError for other arguments, whose meaning to the dense layer ``key`` is unknown.
-    """
+    """The only argument of a call, by position or as ``keyword``. Raises ConfigError for any others."""
     given = args if not kwargs else (*args, *(v for k, v in kwargs.items() if k == keyword))
     if len(given) == len(args) + len(kwargs) == 1 and isinstance(given[0], torch.Tensor | FusedOutput):
         return given[0]
@@ -69,11 +66,7 @@ def _out_of_order(site: FFNSite, found: str) -> ConfigError:
 
 
 class FusedIdentity:
-    """``forward`` of a module after the first linear: passes a :class:`FusedOutput` on, and refuses anything else.
-
-    Attributes:
-        position: among the FFN's modules, counted from 0. last: whether it is the last of them.
-    """
+    """``forward`` of the module at ``position`` (from 0) of an FFN: passes on a :class:`FusedOutput` only."""
 
     def __init__(self, site: FFNSite, position: int, last: bool) -> None:
         self.site, self.position, self.last, self.keyword = site, position, last, "input"

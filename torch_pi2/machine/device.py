@@ -78,10 +78,7 @@ class Device:
     numbers: tuple[float, ...]
 
     def read_times(self, offsets: Sequence[int], sizes: Sequence[int], *, depth: int, range_bytes: int) -> torch.Tensor:
-        """Simulated completion times in seconds, float64 ``[n]``, of a closed loop at queue depth ``depth``.
-
-        ``offsets``, ``sizes``: of each read, in bytes. ``range_bytes``: over which they are spread.
-        """
+        """Simulated completion times in seconds, float64 ``[n]``, of these reads in a loop of ``depth``."""
         load()
         times: torch.Tensor = torch.ops.pi2.device_times(
             list(self.numbers), range_bytes, depth, list(offsets), list(sizes)
@@ -90,11 +87,7 @@ class Device:
 
 
 def find_device(device: str | Path) -> Device:
-    """A preset by name, or a JSON file.
-
-    Raises:
-        ConfigError: neither exists. ArtifactError: the description is invalid.
-    """
+    """A preset by name, or a JSON file. Raises ConfigError: neither exists. ArtifactError: it is invalid."""
     name, path = str(device), Path(device)
     if name in PRESETS:
         return parse_device(PRESETS[name], f"preset {name}")

@@ -77,12 +77,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class StoreCosts:
-    """CPU cost of a neuron store, without its drive.
-
-    Attributes:
-        lookup_us: per neuron that a step needs, cached or not.
-        slot_us: per slot that is read: checksum, eviction and copy.
-    """
+    """CPU cost of a store: ``lookup_us`` a needed neuron, ``slot_us`` a slot read (checksum, eviction, copy)."""
 
     lookup_us: float = limited()
     slot_us: float = limited()

@@ -61,11 +61,7 @@ class Drive:
 
 @contextmanager
 def drive(folder: Path, nbytes: int, seconds: float) -> Iterator[Drive]:
-    """A temporary file of ``nbytes`` random bytes in ``folder``, or of a quarter of the free space if less.
-
-    Raises:
-        ArtifactError: it cannot be written.
-    """
+    """A temporary file of ``nbytes`` random bytes in ``folder``, or a quarter of its space. Raises ArtifactError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder).free

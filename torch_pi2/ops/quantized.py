@@ -28,12 +28,9 @@ def check_rows_kind(weights: str) -> None:
 
 
 def check_quantizable(what: str, w: torch.Tensor, weights: str) -> None:
-    """Check that a weight can be quantised; ``what``: its name.
-
-    Raises:
-        DtypeError: not float32, bfloat16 or float16. ShapeError: not a matrix with columns.
-        DeviceError: not on the CPU.
-        NonFiniteError: NaN or infinity, or so large that float16 cannot hold a scale.
+    """Check that a weight can be quantised; ``what``: its name. Raises DtypeError: not float32, bfloat16 or float16.
+    ShapeError: not a matrix with columns. DeviceError: not on the CPU. NonFiniteError: NaN or infinity, or so large
+    that float16 cannot hold a scale.
     """
     check_kind(weights)
     check_on_cpu(f"device of {what}", w.device)

@@ -33,11 +33,7 @@ def values(rows: torch.Tensor, weights: str, columns: int) -> torch.Tensor:
 
 
 def row_of_neurons(neuron_rows: torch.Tensor, row: int, weights: str, hidden: int) -> tuple[torch.Tensor, str]:
-    """Row ``row`` of every neuron, a view ``[I, bytes]`` (floats: ``[I, H]``), and its format.
-
-    Args:
-        neuron_rows, weights: as :func:`torch_pi2.ops.ffn.sparse_ffn` takes them. row: 0 to R - 1.
-    """
+    """Row ``row`` of every neuron, a view ``[I, bytes]`` (floats: ``[I, H]``), and its format."""
     if not has_two_formats(weights):
         return neuron_rows[:, row], weights
     first, down = formats_of(weights)

@@ -123,10 +123,7 @@ def plan_experts(
     config: Config,
     weight_bytes: int,
 ) -> list[LayerPlan]:
-    """:func:`plan_layer` for the experts of one module, which share an operator and hence the method.
-
-    ``auto`` uses predictors if every expert has one of the same kind and together they read less.
-    """
+    """:func:`plan_layer` for experts of a module, of one method; predictors if all have some and read less together."""
     layers = [plan_layer(site, stats, predictors.get(site.key), config, weight_bytes) for site in sites]
     if len({layer.method for layer in layers}) == 1:
         return layers

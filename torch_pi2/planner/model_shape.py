@@ -28,7 +28,7 @@ from torch_pi2.graph.routed import chosen_shares
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.linear import QuantLinear
-from torch_pi2.layers.of_model import homes
+from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.ops.activations import exact_zeros
 from torch_pi2.rewrite.state import ModelState, SparseState
 from torch_pi2.store.storefile import StoreReader, format_fields
@@ -216,10 +216,8 @@ class ModelShape:
         """The shape of an optimised model, in memory or over a store.
 
         Linear layers other than FFNs and the head are divided evenly among its blocks. ``plan``: the model's own.
-
-        Raises:
-            ConfigError: the model is dense or has another plan, or a layer has no statistics.
-            StaleArtifactError: statistics of other weights.
+        Raises ConfigError: the model is dense or has another plan, or a layer has no statistics. StaleArtifactError:
+        statistics of other weights.
         """
         check_made_from(
             "statistics to plan with", stats.model_hash, plan.model_hash, "those of FFN weights", "Profile this model."
@@ -268,10 +266,7 @@ def _fixed_bytes(model: nn.Module) -> int:
 
 def _layers(model: nn.Module, stats: ActivationStats, plan: Plan) -> list[LayerShape]:
     """The FFNs without attention. Raises ConfigError: ``model`` has other layers than ``plan``."""
-    parts: dict[str, SparseFFN] = {}
-    for home in homes(model):
-        for part in home.experts() if isinstance(home, SparseExperts) else [home]:
-            parts[part.site.key] = part
+    parts = {part.site.key: part for part in sparse_layers(model)}
     missing = [layer.site.key for layer in plan.layers if layer.site.key not in parts]
     if missing or len(parts) != len(plan.layers):
         raise ConfigError(

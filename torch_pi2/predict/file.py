@@ -14,7 +14,7 @@ from torch_pi2.base.fields import MOST, Field, Limits
 from torch_pi2.base.files import atomic_write, check_artifact
 from torch_pi2.base.reading import parse
 from torch_pi2.base.tensorfile import packed, read_tensors
-from torch_pi2.errors import ConfigError, StaleArtifactError
+from torch_pi2.errors import ConfigError, check_made_from
 from torch_pi2.predict import PREDICTORS, AnyPredictor, check_all_known
 from torch_pi2.types.method import PREDICTED, PredictorCard
 
@@ -60,13 +60,9 @@ class FittedPredictors(dict[str, AnyPredictor]):
 
     def check_hash(self, model_hash: str) -> None:
         """Raises StaleArtifactError if they were fitted to other weights."""
-        if self and self.model_hash and self.model_hash != model_hash:
-            raise StaleArtifactError(
-                "predictors",
-                expected=f"ones fitted to FFN weights {model_hash[:12]}",
-                found=f"ones of {self.model_hash[:12]}",
-                fix="Fit them to this model with these statistics: up or gate is first, as their score says.",
-            )
+        if self and self.model_hash:
+            fix = "Fit them to this model with these statistics: up or gate is first, as their score says."
+            check_made_from("predictors", self.model_hash, model_hash, "ones fitted to FFN weights", fix)
 
 
 def save_predictors(folder: str | Path, predictors: Mapping[str, AnyPredictor], model_hash: str) -> Path:
@@ -105,11 +101,8 @@ def save_predictors(folder: str | Path, predictors: Mapping[str, AnyPredictor], 
 
 
 def load_predictors(folder: str | Path, *, model_hash: str | None = None) -> FittedPredictors:
-    """Read predictors that :func:`save_predictors` wrote.
-
-    Raises:
-        ArtifactError: missing, damaged, of another version. StaleArtifactError: fitted to other weights than
-            ``model_hash``.
+    """Read predictors that :func:`save_predictors` wrote. Raises ArtifactError: missing, damaged, of another version.
+    StaleArtifactError: fitted to other weights than ``model_hash``.
     """
     path = Path(folder) / PREDICTORS_FILE if Path(folder).suffix != ".safetensors" else Path(folder)
     tensors, meta = read_tensors(path)

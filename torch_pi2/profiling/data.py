@@ -143,10 +143,7 @@ def calibration_batches(
 
     A batch whose tokens cannot be counted is taken as full, so that an endless stream ends. ``tokenizer`` defaults to
     the one beside the model's weights; without one, ``opening`` is the model's ``bos_token_id``. Windows are no longer
-    than the model has positions.
-
-    Raises:
-        CalibrationError: as :func:`batches`, and :func:`check_ids`.
+    than the model has positions. Raises CalibrationError: as :func:`batches`, and :func:`check_ids`.
     """
     text = data[0] if isinstance(data, list | tuple) and data else data
     if tokenizer is None and isinstance(text, str):

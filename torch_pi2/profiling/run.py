@@ -156,10 +156,8 @@ def gather_inputs(
 ) -> dict[str, InputStats]:
     """Run the dense ``model`` over ``data``; returns site keys and names of linear layers -> their inputs.
 
-    Padding is left out. A linear layer that does not run has no entry.
-
-    Raises:
-        CalibrationError, UnsupportedModelError, NonFiniteError: see :func:`torch_pi2.profiling.recorder.record`.
+    Padding is left out. A linear layer that does not run has no entry. Raises CalibrationError, UnsupportedModelError,
+    NonFiniteError: see :func:`torch_pi2.profiling.recorder.record`.
     """
     found: dict[str, InputStats] = {}
     current: list[Batch] = []

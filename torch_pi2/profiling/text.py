@@ -24,10 +24,7 @@ def _is_heldout(rel_path: str) -> bool:
 
 
 def stdlib_files(split: str, *, with_tests: bool = False) -> list[Path]:
-    """Sorted paths of the standard library's ``.py`` files in ``split``, ``"train"`` or ``"heldout"``.
-
-    ``with_tests``: include the library's test suites in the training split if they are installed.
-    """
+    """Sorted paths of the standard library's ``.py`` files in ``split``; ``with_tests``: its tests, to train on."""
     if split not in ("train", "heldout"):
         raise ValueError(f"split must be 'train' or 'heldout', found {split!r}")
     base = Path(sysconfig.get_paths()["stdlib"])

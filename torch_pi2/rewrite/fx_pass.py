@@ -221,10 +221,7 @@ def further_input(gm: fx.GraphModule, tensor: torch.Tensor, fake_mode: Any) -> f
 
 
 def _replace(gm: fx.GraphModule, layer: GraphLayer, ffn: Any, replaced: dict[fx.Node, fx.Node]) -> list[torch.Tensor]:
-    """Replace a layer by its operators; returns the tensors that the graph needs as further inputs.
-
-    ``replaced``: results of earlier layers -> the nodes that replaced them; the new one is added.
-    """
+    """Replace a layer by operators; returns further inputs of the graph. ``replaced``: results of earlier layers."""
     extra: list[torch.Tensor] = []
     fake_mode = layer.inputs[0].meta["example_value"].fake_mode
 

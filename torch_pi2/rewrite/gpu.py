@@ -34,10 +34,8 @@ def checked_memory(gpu_memory: float | str) -> int:
 
 @contextmanager
 def on_the_cpu(model: nn.Module, stays_here: bool = False) -> Iterator[None]:
-    """Context with ``model`` on the CPU; afterwards it is back on its GPU (``stays_here``: only after an error).
-
-    Raises:
-        DeviceError: its parameters are on several GPUs, or see :func:`check_gpu`. ConfigError: it is divided.
+    """Context with ``model`` on the CPU; afterwards it is back on its GPU (``stays_here``: only after an error). Raises
+    DeviceError: its parameters are on several GPUs, or see :func:`check_gpu`. ConfigError: it is divided.
     """
     refuse_split(model, "taking to the CPU")
     device = device_of(model)

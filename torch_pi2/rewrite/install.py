@@ -76,10 +76,8 @@ def reachable(module: nn.Module, without: Set[nn.Module]) -> Iterator[nn.Module]
 
 
 def uninstall(model: nn.Module, lossy: bool = False) -> nn.Module:
-    """Undo every :func:`install`; with ``lossy``, quantised layers become dequantised ones.
-
-    Raises:
-        ConfigError: a layer is quantised (unless ``lossy``), or a ``forward`` was patched; nothing is changed then.
+    """Undo every :func:`install`; with ``lossy``, quantised layers become dequantised ones. Raises ConfigError: a layer
+    is quantised (unless ``lossy``), or a ``forward`` was patched; nothing is changed then.
     """
     for name, module in model.named_modules():
         installed = vars(module).get(_FORWARD)

@@ -68,10 +68,7 @@ def tried_strategy(model: nn.Module, group: Sequence[LayerPlan], lazy: bool) -> 
     """The strategy that works for a layer, or all experts of one module, by its name in files.
 
     The layer's parameters must have values; of experts, those of the first ``TRIED_EXPERTS``. ``lazy``: lazy tensors
-    are one, slower than the others.
-
-    Raises:
-        UnsupportedModelError: no strategy works.
+    are one, slower than the others. Raises UnsupportedModelError: no strategy works.
     """
     site = group[0].site
     ways = [*_IN_FILES] if lazy else [*_IN_FILES][:-1]
@@ -103,10 +100,7 @@ def strategies_used(model: nn.Module) -> dict[str, str]:
 def place(
     model: nn.Module, group: Sequence[LayerPlan], sparse: SparseFFN | SparseExperts, strategy: str = _IN_FILES["module"]
 ) -> None:
-    """Install ``sparse`` in place of a layer, or all experts of one module, whose parameters need no values.
-
-    ``strategy``: from :func:`tried_strategy`; it is not tried again.
-    """
+    """Install ``sparse`` for a layer or all experts of a module, which need no values; ``strategy``: known to work."""
     site = group[0].site
     with torch.no_grad():
         _, overrides = find_strategy(model, group, sparse, [_OF_FILES[strategy]], tried=0)

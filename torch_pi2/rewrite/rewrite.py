@@ -143,11 +143,9 @@ def restore(model: nn.Module) -> nn.Module:
 @fresh_settings()
 def replaceable(model: nn.Module, found: Found, needed: bool = True) -> tuple[Found, dict[str, str]]:
     """``found`` without layers that no strategy can replace; and the strategy of each other layer (of experts: by the
-    key of the first), for :func:`rewrite`. Checks everything that can be checked before long computations.
-
-    Raises:
-        UnsupportedModelError: there is no other layer, and one is ``needed``.
-        DeviceError, DtypeError, NonFiniteError: weights that cannot be used.
+    key of the first), for :func:`rewrite`. Checks everything that can be checked before long computations. Raises
+    UnsupportedModelError: there is no other layer, and one is ``needed``. DeviceError, DtypeError, NonFiniteError:
+    weights that cannot be used.
     """
     layers = [LayerPlan(site, Method.EXACT, 0, torch.arange(site.intermediate).int()) for site in found.sites]
     strategies: dict[str, str] = {}

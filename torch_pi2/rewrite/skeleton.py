@@ -26,10 +26,7 @@ _LARGE = 1 << 10
 
 
 class _LargeOnMeta(TorchFunctionMode):
-    """Makes large tensors of ``torch.empty`` on ``meta``, so that modules are built without memory for weights.
-
-    ``torch.device("meta")`` would also catch computed buffers, whose values would be lost.
-    """
+    """Large tensors of ``torch.empty`` on ``meta``; ``torch.device("meta")`` would lose computed buffers' values."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -173,10 +170,8 @@ def fill(
 ) -> None:
     """Set tensors to ``read(name, current tensor)``; None means that the file has no such tensor.
 
-    The names of one tensor share a value, unless the file has several (an output layer that is no longer tied).
-
-    Raises:
-        ArtifactError: the file ``where`` has no value for a tensor, whose initial value would be wrong.
+    The names of one tensor share a value, unless the file has several (an output layer that is no longer tied). Raises
+    ArtifactError: the file ``where`` has no value for a tensor, whose initial value would be wrong.
     """
     for names in groups:
         found = {name: value for name in names if (value := read(name, now(model, name))) is not None}

@@ -189,11 +189,9 @@ class Batch:
             self._thread.join()
 
     def submit(self, sequence: Sequence) -> None:
-        """Decode ``sequence`` as soon as a slot is free.
-
-        Raises:
-            ShapeError: prompt and answer are too long. BusyError: the queue is full. ClosedError: after :meth:`close`.
-            GroupError: another process that has a part of the model is lost.
+        """Decode ``sequence`` as soon as a slot is free. Raises ShapeError: prompt and answer are too long. BusyError:
+        the queue is full. ClosedError: after :meth:`close`. GroupError: another process that has a part of the model is
+        lost.
         """
         tokens = len(sequence.prompt)
         if not 1 <= tokens < self.max_tokens or tokens + sequence.limit > self.max_tokens or sequence.limit < 1:

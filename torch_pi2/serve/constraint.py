@@ -85,11 +85,7 @@ class Grammar:
 
 
 class Grammars:
-    """Makes constraints for one tokenizer; the first takes a second.
-
-    Args:
-        tokenizer: a fast one from Hugging Face. ends: ids that end an answer. vocabulary: size of the model's.
-    """
+    """Makes constraints for a fast tokenizer; ``ends``: ids that end an answer; ``vocabulary``: the model's."""
 
     def __init__(self, tokenizer: Any, ends: Collection[int], vocabulary: int) -> None:
         self._tokenizer, self._ends, self._vocabulary = tokenizer, ends, vocabulary

@@ -13,11 +13,7 @@ from torch_pi2.serve.tools import ToolCallDelta, ToolCallParser
 
 
 class Response:
-    """An answer of several choices, as it grows.
-
-    Args:
-        name: its id. created: Unix time. served: the model. prompts: token ids.
-    """
+    """An answer of several choices, as it grows; ``name``: its id; ``created``: Unix time; ``prompts``: token ids."""
 
     kind = chunk_kind = ""
 

@@ -155,13 +155,7 @@ def _reader(file: TensorReader, prefix: str = "") -> Callable[[str], torch.Tenso
 
 
 class PartFiles(Closing):
-    """The files of a folder ``pi2/`` as the tensors that a store would have of them.
-
-    Args:
-        parts: some of ``PARTS`` (default: all with files).
-    Attributes:
-        specs: by their names in a store. paths: the files.
-    """
+    """The files of a folder ``pi2/`` (``parts``: some of ``PARTS``) as the tensors that a store has of them."""
 
     def __init__(self, pi2: Path, parts: Iterable[str] | None = None) -> None:
         self.specs: dict[str, Spec] = {}

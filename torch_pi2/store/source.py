@@ -40,11 +40,7 @@ class Reader(Protocol):
 
 
 class Source(Reader, Protocol):
-    """A source of values for a model's parameters, by their names in checkpoints.
-
-    Attributes:
-        folder: the folder or file, for messages. nbytes: of all its tensors.
-    """
+    """Values for a model's parameters by their names in checkpoints; ``folder``: or file, for messages."""
 
     folder: Path
 
@@ -57,11 +53,7 @@ class Source(Reader, Protocol):
 
 
 class Checkpoint(Closing):
-    """The tensors of a Hugging Face folder (``model.safetensors``, or the files named in its index).
-
-    Attributes:
-        renamed: parameter -> name of its tensor, where that differs. converted: parameter -> what makes it of others.
-    """
+    """Tensors of a Hugging Face folder; ``renamed``, ``converted``: parameter -> tensor's name, or what makes it."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)

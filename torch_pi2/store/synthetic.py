@@ -90,10 +90,7 @@ def embedding_noise(ids: int, hidden: int, locality: float, generator: torch.Gen
 
 
 class TokenStream:
-    """Random ids of a synthetic model's vocabulary, topic by topic or all independent.
-
-    Text generated with random weights repeats itself, which would flatter any cache.
-    """
+    """Random ids, topic by topic or independent: text of random weights repeats itself, which flatters any cache."""
 
     def __init__(self, vocabulary: int, *, topics: bool, generator: torch.Generator) -> None:
         self.vocabulary, self.topics, self._generator = vocabulary, topics, generator
@@ -282,10 +279,8 @@ _COMMON = {
 
 def build_config(shape: str | Mapping[str, Any], **more: Any) -> Any:
     """A transformers configuration of ``shape`` (a name in ``SHAPES`` or configuration values), updated with ``more``.
-
-    Raises:
-        ConfigError: unknown name or model type, or mismatched sizes. LibraryMissingError: transformers is not
-            installed.
+    Raises ConfigError: unknown name or model type, or mismatched sizes. LibraryMissingError: transformers is not
+    installed.
     """
     try:
         import transformers

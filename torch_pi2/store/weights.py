@@ -18,7 +18,7 @@ from torch_pi2.base.dtypes import DTYPES
 from torch_pi2.base.fields import Field
 from torch_pi2.base.reading import parse
 from torch_pi2.base.tensorfile import Spec, TensorReader
-from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
+from torch_pi2.errors import ArtifactError, ConfigError, check_made_from
 from torch_pi2.formats import FLOAT, FLOATS, FORMATS, PAIRS, QUANTIZED, ROWS, neuron_shape, row_bytes
 from torch_pi2.types.plan import Plan
 from torch_pi2.types.site import MOST_SIZE, FFNSite
@@ -160,13 +160,8 @@ class QuantizedWeights(TensorReader):
 
     def check_hash(self, model_hash: str) -> None:
         """Raises StaleArtifactError: the plan is for other weights."""
-        if self.model_hash != model_hash:
-            raise StaleArtifactError(
-                str(self.path),
-                expected=f"weights {model_hash[:12]} as in plan.json",
-                found=self.model_hash[:12] or "none",
-                fix="The two are from different models; make the folder again.",
-            )
+        fix = "The two are from different models; make the folder again."
+        check_made_from(str(self.path), self.model_hash, model_hash, "weights as in plan.json,", fix)
 
     def check_activations(self, int8_activations: bool) -> None:
         """Raises ConfigError: int8 activations with float weights."""

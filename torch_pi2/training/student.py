@@ -25,11 +25,9 @@ _ACTIVATION_FIELDS = ("hidden_act", "hidden_activation", "activation_function", 
 
 
 def student_of(dense: Any, activation: str) -> tuple[Any, list[FFNSite], Code | None]:
-    """A float32 copy of ``dense`` with ``activation``, its FFNs, and the modelling code that its folder needs.
-
-    Raises:
-        UnsupportedModelError: a layer of experts; an activation that config.json does not name; with ``drelu`` an FFN
-            for which no modelling code can be written. NoFFNFoundError: there is no FFN.
+    """A float32 copy of ``dense`` with ``activation``, its FFNs, and the modelling code that its folder needs. Raises
+    UnsupportedModelError: a layer of experts; an activation that config.json does not name; with ``drelu`` an FFN for
+    which no modelling code can be written. NoFFNFoundError: there is no FFN.
     """
     kind, config, code = type(dense), copy.deepcopy(dense.config), None
     sites = _sites(kind, config)
@@ -85,10 +83,8 @@ def _check(sites: Sequence[FFNSite], kind: Any, named: Sequence[str], activation
 
 
 def with_lora(student: Any, rank: int, seed: int) -> Any:
-    """``student`` with LoRA adapters on all linear layers but the output; only these are trained.
-
-    Raises:
-        LibraryMissingError: peft is not installed.
+    """``student`` with LoRA adapters on all linear layers but the output; only these are trained. Raises
+    LibraryMissingError: peft is not installed.
     """
     try:
         from peft import LoraConfig, get_peft_model
@@ -142,11 +138,8 @@ class Code:
 
 
 def drelu_code(dense: Any, sites: Sequence[FFNSite]) -> Code:
-    """Modelling code for ``dense`` with dReLU in the FFNs ``sites``.
-
-    Raises:
-        UnsupportedModelError: its class is not part of transformers, or an FFN has other linear layers than gate_proj,
-            up_proj and down_proj.
+    """Modelling code for ``dense`` with dReLU in the FFNs ``sites``. Raises UnsupportedModelError: its class is not
+    part of transformers, or an FFN has other linear layers than gate_proj, up_proj and down_proj.
     """
     kind, config_kind = type(dense), type(dense.config)
     owners = {type(dense.get_submodule(site.owner)) for site in sites}

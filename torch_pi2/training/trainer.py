@@ -139,11 +139,9 @@ class Steering:
 
 
 def training_arguments(settings: SparsifySettings, folder: Path, steps: int) -> Any:
-    """Trainer's arguments; made first, because they initialise the processes of ``accelerate launch``.
-
-    Raises:
-        LibraryMissingError: no transformers or accelerate. ConfigError: the batch cannot be shared by the processes, or
-            this machine cannot compute in bfloat16.
+    """Trainer's arguments; made first, because they initialise the processes of ``accelerate launch``. Raises
+    LibraryMissingError: no transformers or accelerate. ConfigError: the batch cannot be shared by the processes, or
+    this machine cannot compute in bfloat16.
     """
     try:
         import accelerate  # noqa: F401 (transformers' own message has no version)
@@ -273,10 +271,8 @@ def _last_checkpoint(folder: Path) -> str | None:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Restores all random generators, which Trainer seeds, and hides the progress bars of transformers.
-
-    Raises:
-        LibraryMissingError: transformers is not installed.
+    """Restores all random generators, which Trainer seeds, and hides the progress bars of transformers. Raises
+    LibraryMissingError: transformers is not installed.
     """
     try:
         from transformers.utils import logging

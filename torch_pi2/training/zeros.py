@@ -44,10 +44,8 @@ class Zeros:
         self._values[layer].append(inputs[0])
 
     def take(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The last pass's penalty (mean of :func:`_soft_count`), and its share of zeros ``[layers]``.
-
-        Raises:
-            UnsupportedModelError: a ``down`` projection is not computed by calling a module.
+        """The last pass's penalty (mean of :func:`_soft_count`), and its share of zeros ``[layers]``. Raises
+        UnsupportedModelError: a ``down`` projection is not computed by calling a module.
         """
         for site, values in zip(self.sites, self._values):
             if not values:

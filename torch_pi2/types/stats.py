@@ -31,7 +31,6 @@ STATS_FORMAT = "torch_pi2.stats"
 HIST_BINS = 1 << 12
 _HIST_SHIFT = 19
 
-_COUNTS = ("fired", "zeros", "abs_sum", "batch_fired", "batch_groups", "score_hist")
 #: Axes and dtypes of a layer's tensors in a file, see :class:`LayerStats`.
 _TENSORS: dict[str, tuple[tuple[str, ...], torch.dtype]] = {
     "fired": (("I",), torch.int64),
@@ -67,11 +66,7 @@ def bin_edge(index: int) -> float:
 
 
 class Reservoir:
-    """Uniform sample without replacement from a stream of unknown length, by smallest random keys.
-
-    Attributes:
-        size: most rows in the sample. seen: rows of the stream so far.
-    """
+    """Uniform sample of at most ``size`` rows of a stream, by smallest random keys; ``seen``: rows so far."""
 
     def __init__(self, size: int, seed: int) -> None:
         self.size, self.seen = size, 0
@@ -264,7 +259,7 @@ class ActivationStats:
         layers = []
         version = STATS_VERSION if all(s.thresholds is None for s in self) else STATS_WITH_THRESHOLDS
         for s in self:
-            for name in (*_COUNTS, _OWN):
+            for name in (*_TENSORS, _OWN):
                 if getattr(s, name) is not None:
                     tensors[f"{s.key}.{name}"] = getattr(s, name)
             layers.append({one.name: getattr(s, one.name) for one in fields(LayerHead)})

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch_pi2.base.fields import Field, from_json, limited, to_json
+from torch_pi2.base.fields import from_json, limited, to_json
 from torch_pi2.base.files import atomic_write, json_text, read_json
 from torch_pi2.base.units import size
-from torch_pi2.errors import StaleArtifactError
+from torch_pi2.errors import check_made_from
 
 FORMAT = "torch_pi2.verdict"
 VERSION = 1
@@ -91,10 +91,9 @@ class Verdict:
         data = read_json(path, FORMAT, VERSION)
         fields = {name: value for name, value in data.items() if name not in ("format", "version")}
         found = from_json(cls, fields, str(path), _FIX)
-        if model_hash is not None and found.model_hash != model_hash:
-            Field(found, str(path), "Remove it: it is of another model.", StaleArtifactError).wrong(
-                f"a verdict on FFN weights {model_hash[:12]}", found.model_hash[:12]
-            )
+        if model_hash is not None:
+            fix = "Remove it: it is of another model."
+            check_made_from(str(path), found.model_hash, model_hash, "a verdict on FFN weights", fix)
         return found
 
     @classmethod

@@ -84,10 +84,7 @@ def _described(file: GgufFile) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _byte_level(tokens: Sequence[str], kinds: Sequence[int], merges: Sequence[str], pre: str) -> Any:
-    """A byte-level tokenizer with the file's own ids, whatever characters its special tokens contain.
-
-    transformers' own converter handles ASCII special tokens only, renumbers others, and adds a token.
-    """
+    """A byte-level tokenizer with the file's own ids; transformers' converter renumbers special tokens beyond ASCII."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     ids = {token: index for index, token in enumerate(tokens)}

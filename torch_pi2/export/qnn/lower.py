@@ -190,11 +190,9 @@ def compile_parts(
     *,
     progress: bool = False,
 ) -> str:
-    """Compile the ``parts`` in ``folder``, the largest of ``part_bytes``, in processes. Returns QNN's build.
-
-    Raises:
-        VersionError: libraries and ExecuTorch are incompatible. CompileError: a part was refused, took longer than
-            ``settings.timeout_s``, or crashed; the other processes are killed.
+    """Compile the ``parts`` in ``folder``, the largest of ``part_bytes``, in processes. Returns QNN's build. Raises
+    VersionError: libraries and ExecuTorch are incompatible. CompileError: a part was refused, took longer than
+    ``settings.timeout_s``, or crashed; the other processes are killed.
     """
     count = workers(len(parts), part_bytes)
     environment = sdk.environment(libraries, folder / "sdk")
@@ -288,12 +286,7 @@ def workers(parts: int, part_bytes: int) -> int:
 
 @functools.cache
 def check(soc: str) -> None:
-    """Check SoC, host, versions and libraries, and compile a small layer.
-
-    Raises:
-        ConfigError: unsupported SoC. LibraryMissingError: no libraries; the message names their licence.
-        VersionError: ExecuTorch or the libraries have a version that does not work.
-    """
+    """Check SoC, host, versions and libraries, and compile a small layer. Raises the first of :func:`problems`."""
     lower_parts((), Settings(soc, timeout_s=300))
 
 

@@ -39,10 +39,8 @@ class Libraries:
 
 
 def find() -> Libraries:
-    """The SDK in ``QNN_SDK_ROOT``, else the libraries of the extra, without loading them.
-
-    Raises:
-        LibraryMissingError: there are none. VersionError: the package's version does not work with ExecuTorch.
+    """The SDK in ``QNN_SDK_ROOT``, else the libraries of the extra, without loading them. Raises LibraryMissingError:
+    there are none. VersionError: the package's version does not work with ExecuTorch.
     """
 
     def how() -> str:

@@ -100,12 +100,7 @@ def how_to_avoid(name: str) -> str:
 
 @dataclass(frozen=True)
 class Graph:
-    """One static graph of every layer, named like its method.
-
-    Attributes:
-        shape: leading sizes of its input, such as ``(2, 1)`` for x ``[2, 1, H]``.
-        chunks: hot chunks of each layer, at least one.
-    """
+    """A static graph of every layer: leading sizes of its input, such as ``(2, 1)``, and hot chunks of each layer."""
 
     shape: tuple[int, ...]
     chunks: Sequence[int]
