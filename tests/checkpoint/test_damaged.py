@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +17,13 @@ from damage import content, damaged
 from hostile import HASH, write_sound
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny
+from tiny_tokenizers import TEXT, byte_tokenizer
 
 import torch_pi2
 from torch_pi2.base.tensorfile import TensorReader, add_checks, metadata_check
 from torch_pi2.cli.inspect import describe
-from torch_pi2.errors import ArtifactError, Pi2Error, StaleArtifactError
+from torch_pi2.cli.models import load_tokenizer
+from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error, StaleArtifactError
 from torch_pi2.export.manifest import Manifest
 from torch_pi2.fitting.resume import Losses, PredictorFiles
 from torch_pi2.machine.hardware import Hardware
@@ -28,6 +32,7 @@ from torch_pi2.predict.file import load_predictors
 from torch_pi2.predict.lowrank import LowRankRows
 from torch_pi2.profiling.samples import SampleFiles, collect_samples
 from torch_pi2.store.storefile import StoreReader
+from torch_pi2.store.trust import tokenizer_of
 from torch_pi2.store.weights import QuantizedWeights
 from torch_pi2.training.settings import ResumeInfo, SparsifySettings
 from torch_pi2.training.zeros import Measured
@@ -220,3 +225,17 @@ def test_what_people_do_to_tensor_files(tmp_path: Path) -> None:
     file.write_text(pointer)
     with pytest.raises(ArtifactError, match=r"a pointer of Git LFS.*git lfs pull"):
         torch_pi2.load(folder)
+
+
+def test_a_tokenizer_whose_library_panics(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A panic of Rust is no ``Exception`` in Python."""
+    byte_tokenizer(TEXT, bos=True).save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    about = json.loads(path.read_text())
+    about["post_processor"]["special_tokens"] = {}
+    path.write_text(json.dumps(about))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ConfigError, match=r"expected a tokenizer to read text with, found that of .*no entry found"):
+        tokenizer_of(SimpleNamespace(name_or_path=str(tmp_path)), None, "generate")
+    with pytest.raises(ConfigError, match=r"tokenizer of .*no entry found for key\. Copy its files again"):
+        load_tokenizer(Namespace(model=str(tmp_path), allow_download=False, trust_remote_code=False))

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from offloading import logits
-from tiny_models import drelu_module, tiny
+from tiny_models import drelu_module, randomise, tiny
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import torch_pi2
 from torch_pi2.checkpoint.save_load import load_dense
@@ -139,3 +140,46 @@ def test_models_without_code_leave_no_record(record: Path, tmp_path: Path) -> No
     torch_pi2.save(torch_pi2.optimize(tiny("llama-relu")), tmp_path / "m")
     torch_pi2.pack(tmp_path / "m", tmp_path / "store", trust_remote_code=True)
     assert not record.exists()
+
+
+OWN = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "own-llama"
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer("scales_V", torch.linspace(0.5, 2, config.vocab_size), persistent=False)
+
+    def _init_weights(self, module):
+        pass
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits * self.scales_V
+        return output
+"""
+
+
+def test_buffers_of_a_models_own_code_are_computed(record: Path, tmp_path: Path) -> None:
+    """transformers 5 leaves them uninitialised, which PyTorch's deterministic mode fills with NaN."""
+    (tmp_path / "float").mkdir()
+    (tmp_path / "float" / "modeling_own.py").write_text(OWN)
+    named = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    about = tiny("llama-relu").config.to_dict() | {"model_type": "own-llama", "auto_map": named}
+    (tmp_path / "float" / "config.json").write_text(json.dumps(about))
+    config = AutoConfig.from_pretrained(tmp_path / "float", trust_remote_code=True)
+    model = randomise(AutoModelForCausalLM.from_config(config, trust_remote_code=True).eval())
+    wanted = logits(torch_pi2.optimize(model))
+    torch_pi2.save(model, tmp_path / "saved")
+    torch.use_deterministic_algorithms(True)
+    try:
+        loaded = torch_pi2.load(tmp_path / "saved")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(logits(loaded), wanted)

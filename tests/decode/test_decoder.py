@@ -197,6 +197,57 @@ def test_a_class_that_does_not_look_attention_up_keeps_its_own():
     assert torch.equal(decoded(Decoder(model, max_tokens=24, compiled=False), ids_BT), expected(model, ids_BT))
 
 
+class OwnAttention(nn.Module):
+    """As models that bring their code have it: a token of its own sees all that the cache returns, or a mask of their
+    own is as long as the cache says that it is.
+    """
+
+    def __init__(self, of_llama: Any, masked: bool) -> None:
+        super().__init__()
+        self.of_llama, self.masked, self.layer_idx = of_llama, masked, of_llama.layer_idx
+
+    def forward(self, hidden_states, position_embeddings, **kwargs):
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))
+        shape = (*hidden_states.shape[:-1], -1, self.of_llama.head_dim)
+        parts = self.of_llama.q_proj, self.of_llama.k_proj, self.of_llama.v_proj
+        q, k, v = (part(hidden_states).view(shape).transpose(1, 2) for part in parts)
+        q, k = transformers.models.llama.modeling_llama.apply_rotary_pos_emb(q, k, *position_embeddings)
+        before = cache.get_seq_length(self.layer_idx)
+        k, v = cache.update(k, v, self.layer_idx)
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        scores = q @ k.transpose(2, 3) * self.of_llama.scaling
+        if self.masked or q.shape[2] > 1:
+            hidden = torch.ones(q.shape[2], before + q.shape[2], dtype=torch.bool).triu(before + 1)
+            scores = scores.masked_fill(hidden, -torch.inf)
+        mixed = (scores.softmax(-1) @ v).transpose(1, 2).reshape(hidden_states.shape)
+        return self.of_llama.o_proj(mixed), None
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_attention_of_other_code_sees_no_places_that_are_not_written_yet(masked: bool) -> None:
+    model: Any = tiny("llama-relu")
+    for layer in model.model.layers:
+        layer.self_attn = OwnAttention(layer.self_attn, masked)
+    want = expected(model, PROMPT_BT)
+    torch_pi2.optimize(model)
+    for decoder in (Decoder(model, max_tokens=24), Decoder(model, max_tokens=24, batch=3, recorded=False)):
+        assert torch.equal(decoded(decoder, PROMPT_BT), want)
+        assert torch.equal(decoded(decoder, PROMPT_BT), want)
+    token = decoder.prompt(PROMPT_BT)
+    decoder.fork(2)
+    both = [token.expand(2, 1)]
+    while len(both) < NEW:
+        both.append(decoder.step(both[-1]))
+    assert torch.equal(torch.cat(both, 1), want.expand(2, NEW))
+    decoder.rollback(2)
+    assert torch.equal(decoder.step(both[-3]), both[-2])
+    with pytest.raises(UnsupportedModelError, match="sequences of several lengths"):
+        next(decoder.add(PROMPT_BT[:, :3]))
+    assert torch_pi2.generate(model, PROMPT_BT, max_new_tokens=NEW).sequences[0] == want[0].tolist()
+    of_generate = {"attention_mask": torch.ones_like(PROMPT_BT), "max_new_tokens": NEW, "do_sample": False}
+    assert torch.equal(model.generate(PROMPT_BT, **of_generate)[:, -NEW:], want)
+
+
 def gpt_oss() -> nn.Module:
     """Attention with sinks; transformers computes it by ``eager``."""
     sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2}

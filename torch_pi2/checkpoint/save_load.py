@@ -407,7 +407,18 @@ def pretrained(kind: Any, folder: str | Path, **how: Any) -> nn.Module:
             found=f"no {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else ""),
             fix="Save the model again, or load it with its own class and pass it as model=...",
         )
+    if not type(model).__module__.startswith("transformers.models."):
+        _compute_buffers(model, skeleton(folder, config=model.config, trust_remote_code=how["trust_remote_code"]))
     return model
+
+
+def _compute_buffers(model: nn.Module, built: nn.Module) -> None:
+    """Give ``model`` the buffers that no checkpoint has, as in ``built``: transformers 5 computes those of its own
+    classes, and leaves whatever is in memory in others'.
+    """
+    values = dict(built.named_buffers())
+    for name in values.keys() - built.state_dict().keys():
+        model.get_buffer(name).copy_(values[name])
 
 
 def _from_pretrained(folder: Path, settings: LoadSettings) -> nn.Module:

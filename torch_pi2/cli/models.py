@@ -42,6 +42,7 @@ def _loading(args: argparse.Namespace, part: str, expected: str) -> Iterator[Non
     except ImportError as error:
         raise missing_package("transformers", "hf", error) from error
     from torch_pi2.decode.budget import LESS
+    from torch_pi2.store.trust import is_panic
 
     logging.disable_progress_bar()
     try:
@@ -54,7 +55,9 @@ def _loading(args: argparse.Namespace, part: str, expected: str) -> Iterator[Non
         raise type(error)(error.what, expected=error.expected, found=error.found, fix=fix) from error
     except MemoryError:
         raise
-    except Exception as error:  # transformers and tokenizers raise anything for a damaged file
+    except BaseException as error:  # transformers and tokenizers raise anything for a damaged file
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         found = " ".join(str(error).split()) or type(error).__name__
         if not Path(args.model).exists() and not args.allow_download:
             found = "no such folder, and no model of that name that was fetched before"

@@ -12,6 +12,7 @@ from torch import nn
 
 from torch_pi2.base.offloaded import OffloadedParameter
 from torch_pi2.decode.attention import adds_masks, has_sinks, uses_sdpa
+from torch_pi2.decode.guards import is_known
 from torch_pi2.formats import GGML
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.gpu import HybridFFN, device_of
@@ -24,6 +25,8 @@ from torch_pi2.ops.gpu.operators import products_from
 CHUNK_TOKENS = 256
 #: Minimum tokens of each sequence in a chunk, as the head is computed once per chunk.
 LEAST_TOKENS = 64
+#: Names of a cache in modules' code, of every version of transformers; and what it looks attention up in.
+_CACHES, _LOOKED_UP = {"cache", "past_key_values", "past_key_value", "layer_past"}, "ALL_ATTENTION_FUNCTIONS"
 #: Features that our attention lacks: name in configurations -> value that means "none".
 _OTHER_ATTENTION = {"attn_logit_softcapping": None, "qk_rope_head_dim": None, "alibi": False}
 
@@ -119,4 +122,21 @@ def takes_several_lengths(model: nn.Module, max_tokens: int) -> bool:
     named = "position_ids" in takes or any(p.kind is p.VAR_KEYWORD for p in takes.values())
     config = getattr(model, "config", None)
     masked = uses_sdpa(config) or (adds_masks(config) and "position_ids" in takes)  # without them: ALiBi
-    return named and masked and max_tokens <= same_frequencies_up_to(model)
+    return named and masked and max_tokens <= same_frequencies_up_to(model) and not attends_itself(model)
+
+
+def attends_itself(model: nn.Module) -> bool:
+    """Whether modules that use the cache are neither transformers' nor look attention up as those do: in a step, where
+    a usual cache has no others, they may see the places of a static one that are not written yet.
+    """
+    inner = set[nn.Module]()
+    for part in reversed(list(model.modules())):  # children first
+        forward: Any = inspect.unwrap(part.forward)
+        code = getattr(forward, "__code__", None)
+        if code is None or _CACHES.isdisjoint((*code.co_varnames, *code.co_consts)):
+            continue
+        uses = "update" in code.co_names or inner.isdisjoint(part.modules())
+        if uses and _LOOKED_UP not in code.co_names and not is_known(code, forward.__globals__):
+            return True
+        inner.add(part)
+    return False

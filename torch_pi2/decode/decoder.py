@@ -23,6 +23,7 @@ from torch_pi2.decode.broadcast import announce, broadcast_call, check_coordinat
 from torch_pi2.decode.budget import room_for_compiling
 from torch_pi2.decode.chunked_prefill import (
     LEAST_TOKENS,
+    attends_itself,
     lossless_chunk_tokens,
     most_positions,
     same_frequencies_up_to,
@@ -99,11 +100,13 @@ class Decoder:
     Each step is one forward for all sequences, which reads the weights once. Sequences can be added (:meth:`add`) and
     dropped (:meth:`retain`) between steps; a model that follows a plan (:func:`torch_pi2.follow`) adapts to the number.
 
-    Steps are recorded if all code that runs in them is PyTorch's, transformers' or this package's. Between a prompt and
-    the last step that continues it, the model must not be moved or converted. Other changes are heeded from the next
-    step on: new values of tensors, other attributes of modules, lists, mappings, classes, functions and registries
-    (configurations: at the next prompt). So that nothing else goes unnoticed, the model itself makes the first step
-    after each prompt and every 64th, and their calls are compared with the recorded ones. Compiled steps are not.
+    Steps are recorded if all code that runs in them is PyTorch's, transformers' or this package's. Other attention,
+    unless it looks its kernel up in transformers' registry, gets a cache that grows, for sequences of one length.
+    Between a prompt and the last step that continues it, the model must not be moved or converted. Other changes are
+    heeded from the next step on: new values of tensors, other attributes of modules, lists, mappings, classes,
+    functions and registries (configurations: at the next prompt). So that nothing else goes unnoticed, the model itself
+    makes the first step after each prompt and every 64th, and their calls are compared with the recorded ones. Compiled
+    steps are not.
 
     Args:
         model: a Hugging Face causal language model, dense or optimised, in evaluation mode; on the CPU, on a GPU, or
@@ -182,8 +185,11 @@ class Decoder:
         self.lengths, self.logits, self.chunk_tokens = list[int](), logits, chunk_tokens
         self.device, self.compiled, self.recorded = device_of(model), compiled and recorded is not False, recorded
         self._dtype = getattr(model, "dtype", None)
+        if grows := recorded is not True and attends_itself(model):
+            self.compiled, self.recorded = False, False
+        self._grows = grows
         self._inspect_model()
-        self._kv = KeyValues(model, max_tokens, batch, self.device)
+        self._kv = KeyValues(model, max_tokens, batch, self.device, grows)
         self.cache: Any = None
         self._cache_name = cache_name(model)
         self._inductor = _INDUCTOR | {"cpp_wrapper": cpp_wrapper}
@@ -237,7 +243,8 @@ class Decoder:
         self._same_frequencies = same_frequencies_up_to(self.model)
 
     def _inputs(self, ids_BT: torch.Tensor) -> dict[str, Any]:
-        inputs = {"input_ids": ids_BT, self._cache_name: self.cache, "use_cache": True}
+        cache = self._kv.growing(slice(len(ids_BT)), self.length) if self._grows else self.cache
+        inputs = {"input_ids": ids_BT, self._cache_name: cache, "use_cache": True}
         if self._positions:
             batch, tokens = ids_BT.shape
             positions_BT = self._kv.lengths[:batch, None] + torch.arange(tokens, device=self.device)

@@ -105,6 +105,15 @@ class PromptLayer(_Layer):
         return self._tokens
 
 
+class GrowingLayer(PromptLayer):
+    """As transformers' ``DynamicLayer``: also for steps of attention that masks nothing in them."""
+
+    is_compileable = False
+
+    def get_max_length(self) -> int:
+        return -1
+
+
 class StepLayer(_Layer):
     """The first rows of ``memory`` while they are decoded. The caller increases their lengths, ``lengths_B``."""
 
@@ -139,17 +148,22 @@ class KeyValues:
     All caches are views of the same memory, which the first prompt allocates. Rows are copied but never reallocated:
     compiled code holds their addresses.
 
+    Args:
+        grows: caches show attention only what is written (:func:`torch_pi2.decode.chunked_prefill.attends_itself`).
+
     Attributes:
         lengths: int64 ``[rows]``, tokens of each sequence.
     """
 
-    def __init__(self, model: nn.Module, max_tokens: int, rows: int, device: torch.device) -> None:
-        from transformers.cache_utils import CacheLayerMixin  # only to decode its models
+    def __init__(self, model: nn.Module, max_tokens: int, rows: int, device: torch.device, grows: bool = False) -> None:
+        from transformers.cache_utils import CacheLayerMixin, DynamicCache  # only to decode its models
 
         for kind in (PromptLayer, StepLayer):
             CacheLayerMixin.register(kind)
-        self._template = static_cache(model, max_tokens)
+        self._template: Any = static_cache(model, max_tokens)
         self._memory = [LayerMemory(rows, max_tokens, device) for _ in self._template.layers]
+        self._template = DynamicCache() if grows else self._template
+        self._prompt_layer = GrowingLayer if grows else PromptLayer
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         self._written = [0] * rows  # tokens of each row that may have been written
         self._stepping: dict[int, Any] = {}
@@ -166,7 +180,11 @@ class KeyValues:
             for tensor in memory.tensors():
                 tensor[taken, :, known:most].zero_()
         self._written[taken] = [tokens] * rows
-        return self._cache([PromptLayer(memory, taken, known) for memory in self._memory])
+        return self.growing(taken, known)
+
+    def growing(self, rows: slice, known: int) -> Any:
+        """A cache for more tokens of ``rows``, which have ``known`` tokens each."""
+        return self._cache([self._prompt_layer(memory, rows, known) for memory in self._memory])
 
     def add(self, tokens: int, lengths: list[int]) -> None:
         """Count ``tokens`` more in the first rows, which then have ``lengths``. Until then a step can be repeated."""

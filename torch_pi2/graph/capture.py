@@ -163,7 +163,10 @@ def _explain(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], erro
             f"example inputs of {type(model).__name__}",
             expected="arguments that its forward accepts",
             found=f"{type(eager_error).__name__}: {_first_line(eager_error)}",
-            fix="Pass args and kwargs as you would call the model.",
+            fix="Its code makes tensors on the CPU wherever its weights are (torch.arange(n) for torch.arange(n, "
+            "device=x.device)): correct it, or load the whole model and torch_pi2.optimize it."
+            if any(p.is_meta for p in model.parameters())
+            else "Pass args and kwargs as you would call the model.",
         ) from eager_error
     raise UnsupportedModelError(
         type(model).__name__,

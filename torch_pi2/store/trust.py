@@ -136,9 +136,16 @@ def tokenizer_of(model: Any, tokenizer: Any, what: str, error: type[Pi2Error] = 
         found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust, **known)
         found("a")  # raises for some damaged settings
         return found
-    except Exception as damage:  # transformers and tokenizers raise many types for damaged files
+    except BaseException as damage:  # transformers and tokenizers raise many types for damaged files
+        if not isinstance(damage, Exception) and not is_panic(damage):
+            raise
         reason = (str(damage).strip() or type(damage).__name__).splitlines()[0]
         raise _unknown(error, what, f"that of {folder}, which cannot be loaded: {reason[:200]}") from damage
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether a Rust library (tokenizers) has panicked, which is no ``Exception``."""
+    return type(error).__name__ == "PanicException"
 
 
 def _unknown(error: type[Pi2Error], what: str, found: str) -> Pi2Error:
