@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
+from torch import nn
 
-from torch_pi2.base.tensorfile import DTYPES, Spec, TensorReader, TensorWriter
+from tests.helpers.tiny_models import tiny
+from torch_pi2.base.tensorfile import DTYPES, Spec, TensorReader, TensorWriter, adding_checks
 from torch_pi2.errors import ArtifactError, StaleArtifactError
 from torch_pi2.store.weights import QuantizedWeights, metadata
 
@@ -61,6 +64,49 @@ def test_large_tensors_begin_on_a_page(tmp_path: Path) -> None:
     write(tmp_path / "f", tensors)
     with TensorReader(tmp_path / "f") as reader:
         assert reader._start["matrix"] % 4096 == 0
+
+
+class _OfPeople(nn.Module):
+    """Tied weights, a scalar and nothing at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.second = nn.Linear(3, 5)
+        self.register_buffer("scale", torch.tensor(2.0))
+        self.register_buffer("none", torch.empty(0, 4, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("kind", ["llama-relu", "shards", "other module"])
+def test_files_of_other_libraries_get_checksums_as_they_are_written(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = _OfPeople() if kind == "other module" else tiny("llama-relu")
+
+    def write_with_library(folder: Path) -> None:
+        if kind == "other module":
+            folder.mkdir(exist_ok=True)
+            save_model(model, str(folder / "model.safetensors"))
+        else:
+            model.save_pretrained(folder, max_shard_size="30KB" if kind == "shards" else "1GB")
+
+    write_with_library(tmp_path / "usual")
+    (tmp_path / "checked").mkdir()
+    with monkeypatch.context() as once, adding_checks(tmp_path / "checked"):
+        once.setattr(TensorWriter, "__init__", lambda *_args, **_settings: pytest.fail("written again"))
+        write_with_library(tmp_path / "checked")
+    files = sorted(path.name for path in (tmp_path / "usual").glob("*.safetensors"))
+    assert len(files) == (3 if kind == "shards" else 1)
+    for name in files:
+        usual, checked = (load_file(tmp_path / folder / name) for folder in ("usual", "checked"))
+        assert usual.keys() == checked.keys()
+        assert all(usual[key].equal(checked[key]) for key in usual)
+        with TensorReader(tmp_path / "checked" / name) as reader, TensorReader(tmp_path / "usual" / name) as plain:
+            assert not plain.checks
+            assert reader.metadata == plain.metadata
+            assert reader.verify() == sum(value.nbytes for value in usual.values())
+    save_model(_OfPeople(), str(tmp_path / "later.safetensors"))
+    with TensorReader(tmp_path / "later.safetensors") as reader:
+        assert not reader.checks  # the library is as it was
 
 
 def test_rows_in_any_order_and_metadata_known_late(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -59,6 +61,7 @@ _MAX_HEADER = 100_000_000
 #: Bound on the numbers in a tensor, so that sizes in bytes fit into 63 bits.
 _LARGEST = 1 << 60
 _EDITED = " If you changed it on purpose, save it without the metadata checks and metadata_check."
+_one_at_a_time = threading.RLock()
 #: Most dimensions of a tensor; torch's limit is higher.
 _MOST_AXES = 32
 
@@ -118,12 +121,23 @@ def tensor_check(name: str, spec: Spec, blocks: list[torch.Tensor]) -> str:
     return f"{int(crc32c(parts[None])[0]):08x}"
 
 
+def _with_checks(metadata: Mapping[str, str], checks: Mapping[str, str]) -> dict[str, str]:
+    return {**metadata, "checks": json.dumps(dict(checks)), "metadata_check": metadata_check(metadata)}
+
+
+def _checks_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Checksums of contiguous tensors by name."""
+    return {
+        name: tensor_check(name, Spec.of(tensor), [block_checks(tensor.reshape(-1).view(torch.uint8))])
+        for name, tensor in tensors.items()
+    }
+
+
 def _header(
     specs: Mapping[str, Spec], order: Iterable[str], metadata: Mapping[str, str], checks: Mapping[str, str]
 ) -> dict[str, Any]:
     """The header of a file of ``specs`` in ``order``, with ``checks`` of tensors and one of the metadata."""
-    made = {**metadata, "checks": json.dumps(dict(checks)), "metadata_check": metadata_check(metadata)}
-    header: dict[str, Any] = {"__metadata__": made}
+    header: dict[str, Any] = {"__metadata__": _with_checks(metadata, checks)}
     end = 0
     for name in order:
         start, end = end, end + specs[name].nbytes
@@ -142,10 +156,9 @@ def packed(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> 
     """The pieces of a safetensors file of tensors in memory, with checksums."""
     tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     specs = {name: Spec.of(tensor) for name, tensor in tensors.items()}
-    data = {name: tensor.reshape(-1).view(torch.uint8) for name, tensor in tensors.items()}
-    checks = {name: tensor_check(name, specs[name], [block_checks(data[name])]) for name in data}
     order = in_file_order(specs)
-    return [_encoded(_header(specs, order, metadata, checks)), *(data[name].numpy().tobytes() for name in order)]
+    header = _encoded(_header(specs, order, metadata, _checks_of(tensors)))
+    return [header, *(bytes(bytes_of(tensors[name])) for name in order)]
 
 
 class TensorWriter:
@@ -458,14 +471,40 @@ def read_tensors(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, s
         return {name: file.read(name) for name in file.specs}, file.metadata
 
 
-def add_checks(folder: Path) -> None:
-    """Write the safetensors files in ``folder`` again, with checksums: other libraries do not make them."""
+@contextmanager
+def adding_checks(folder: Path) -> Iterator[None]:
+    """Checksums in the safetensors files that other libraries write into ``folder`` within the block.
+
+    They are metadata that ``save_file`` gets in this thread; files that were written otherwise are written again.
+    """
+    from safetensors import torch as library
+
+    owner = threading.get_ident()
+    with _one_at_a_time:
+        usual = library.save_file
+
+        def save_file(tensors: dict[str, torch.Tensor], filename: Any, metadata: dict[str, str] | None = None) -> None:
+            if threading.get_ident() == owner:
+                on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+                metadata = _with_checks(metadata or {}, _checks_of(on_cpu))
+            usual(tensors, filename, metadata)
+
+        callers: Any = [(library, "save_file"), (sys.modules.get("transformers.modeling_utils"), "safe_save_file")]
+        callers = [(module, name) for module, name in callers if getattr(module, name, None) is usual]
+        for module, name in callers:
+            setattr(module, name, save_file)
+        try:
+            yield
+        finally:
+            for module, name in callers:
+                setattr(module, name, usual)
     for path in folder.glob("*.safetensors"):
         with TensorReader(path) as source:
-            order = sorted(source.specs, key=source.offset)
-            with TensorWriter(path, source.specs, source.metadata, order=order) as out:
-                for name in order:
-                    out.copy_from(source, name)
+            if not source.checks:
+                order = sorted(source.specs, key=source.offset)
+                with TensorWriter(path, source.specs, source.metadata, order=order) as out:
+                    for name in order:
+                        out.copy_from(source, name)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from torch_pi2.base.fields import checked, shown
 from torch_pi2.base.files import replacing_folder
 from torch_pi2.base.modules import fresh_settings
 from torch_pi2.base.offloaded import OffloadedParameter
-from torch_pi2.base.tensorfile import add_checks, verifying
+from torch_pi2.base.tensorfile import adding_checks, verifying
 from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.checkpoint.gguf.importing import cached_import
 from torch_pi2.checkpoint.offloaded import load_offloaded
@@ -106,13 +106,9 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
         if quantised:
             parts = replace(parts, plan=save_weights(model, parts.plan, staging / PI2_FOLDER))
             save_without_weights(model, staging)
-        elif hasattr(model, "save_pretrained"):
-            model.save_pretrained(staging, state_dict=_as_it_was_read(model))  # type: ignore[operator]
         else:
-            from safetensors.torch import save_model
-
-            save_model(model, str(staging / _WEIGHTS))
-        add_checks(staging)
+            with adding_checks(staging):
+                _save_dense(model, staging)
         if tokenizer is not None:
             tokenizer.save_pretrained(staging)
         save_parts(parts, staging / PI2_FOLDER)
@@ -120,6 +116,15 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
             declare(staging)
     remember(folder)  # its code already runs in this process
     return folder
+
+
+def _save_dense(model: Any, folder: Path) -> None:
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained(folder, state_dict=_as_it_was_read(model))
+        return
+    from safetensors.torch import save_model
+
+    save_model(model, str(folder / _WEIGHTS))
 
 
 def _as_it_was_read(model: Any) -> dict[str, torch.Tensor] | None:

@@ -17,7 +17,7 @@ from torch_pi2.base.fields import Field, argument, checked
 from torch_pi2.base.files import check_not_current, entries, json_text, locked, replacing_folder, writing
 from torch_pi2.base.modules import fresh_settings
 from torch_pi2.base.progress import phase
-from torch_pi2.base.tensorfile import add_checks
+from torch_pi2.base.tensorfile import adding_checks
 from torch_pi2.base.units import percent
 from torch_pi2.checkpoint.card import keep_card, section, write_part
 from torch_pi2.checkpoint.save_load import load_dense
@@ -324,8 +324,8 @@ def _measured(model: Any, zeros: Zeros, heldout_NT: torch.Tensor, arguments: Any
 def _write(out: Path, student: Any, tokenizer: Any, code: Code | None, report: SparsifyReport, source: str) -> None:
     with replacing_folder(out) as staging:
         keep_card(out, staging)
-        student.save_pretrained(staging)
-        add_checks(staging)
+        with adding_checks(staging):
+            student.save_pretrained(staging)
         tokenizer.save_pretrained(staging)
         if code is not None:
             (staging / code.file_name).write_text(code.text)
