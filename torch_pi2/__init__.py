@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch_pi2.checkpoint.importing import import_quantized
     from torch_pi2.checkpoint.pack import pack
     from torch_pi2.checkpoint.quantize import quantize
-    from torch_pi2.checkpoint.save_load import load, save
+    from torch_pi2.checkpoint.save_load import load, load_dense, save
     from torch_pi2.checkpoint.stored import load_mapped
     from torch_pi2.checkpoint.synthetic import synthetic
     from torch_pi2.decode.budget import set_budget, stats
@@ -52,7 +52,7 @@ _FROM = {
     "checkpoint.stored": ("load_mapped",),
     "checkpoint.pack": ("pack",),
     "checkpoint.quantize": ("quantize",),
-    "checkpoint.save_load": ("load", "save"),
+    "checkpoint.save_load": ("load", "load_dense", "save"),
     "checkpoint.synthetic": ("synthetic",),
     "decode.plan_controller": ("follow",),
     "decode.budget": ("set_budget", "stats"),
@@ -101,6 +101,7 @@ __all__ = [
     "import_quantized",
     "lead",
     "load",
+    "load_dense",
     "load_mapped",
     "optimize",
     "pack",

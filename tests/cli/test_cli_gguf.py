@@ -9,6 +9,7 @@ from pathlib import Path
 import ggufs
 import pytest
 
+import torch_pi2
 from torch_pi2 import cli
 
 GOLDEN = Path(__file__).parents[1] / "data" / "gguf" / "tiny-llama.q4_k_m.gguf"
@@ -42,6 +43,32 @@ def test_import_then_generate(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     said = capfd.readouterr().out
     assert "1 layers are neurons now" in said
     assert re.search(r"^rounded again, Q6_K to int8: 1 matrices, 0\.\d+ % off at most$", said, re.MULTILINE), said
+
+
+@pytest.mark.parametrize("neurons", ["auto", "all"])
+def test_a_dense_import_is_called_so(tmp_path: Path, neurons: str, capfd: pytest.CaptureFixture[str]) -> None:
+    out = str(tmp_path / "model")
+    assert cli.main(["import", str(GOLDEN), "--out", out, "--neurons", neurons, "-q"]) == 0
+    assert cli.main(["generate", out, "--prompt", "the cat", "--max-new-tokens", "2"]) == 0
+    assert capfd.readouterr().out.endswith("with the prompt, dense]\n")
+    assert cli.main(["eval", out, "--max-tokens", "60", "--window", "32"]) == 0
+    table = capfd.readouterr().out
+    assert re.search("^dense ", table, re.MULTILINE)
+    assert ("methods: dense; " if neurons == "all" else "no layer is sparse; ") in table
+    assert cli.main(["inspect", out]) == 0
+    verdict = capfd.readouterr().out.splitlines()[-1]
+    assert verdict.startswith("verdict:  dense: every neuron is computed; speed not measured (torch-pi2 eval ")
+    assert ("import it with --neurons all for torch-pi2 pack" in verdict) == (neurons == "auto")
+    for verb in (["optimize", out, "--out", str(tmp_path / "b")], ["quantize", out, str(tmp_path / "b")]):
+        assert cli.main(verb) == 2
+        said = capfd.readouterr().err
+        assert "found a quantised model. Name the float checkpoint that it was made of; in Python, " in said
+    assert torch_pi2.supported(torch_pi2.load_dense(out)).layers  # as is said there
+    assert cli.main(["generate", out, "--prompt", "a", "--dense"]) == 2
+    assert "Leave --dense out" in capfd.readouterr().err
+    if neurons == "all":
+        assert cli.main(["pack", out, str(tmp_path / "store")]) == 0
+        assert "quality:  lossy (q4_k+int8 weights)" in capfd.readouterr().out
 
 
 def test_mistakes(checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

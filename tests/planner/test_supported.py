@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ import torch_pi2
 from torch_pi2.cli.inspect import describe_checkpoint, render_checkpoint
 from torch_pi2.errors import ArtifactError, CalibrationError, ConfigError, UnsupportedModelError
 
+#: Its head has the embedding's rows.
+TIED = Path(__file__).parents[1] / "data" / "gguf" / "tiny-llama.q4_k_m.gguf"
 X_BTH = torch.zeros(1, 3, HIDDEN)
 
 
@@ -118,6 +121,21 @@ def test_experts_share_a_line_of_what_is_shown(tmp_path: Path) -> None:
     assert "not optimised: no weights were read" in shown
     assert "small values: lossy, needs calibration text" in shown
     assert "parameters are in these layers" in shown
+
+
+def test_models_that_we_have_quantised(tmp_path: Path) -> None:
+    torch_pi2.import_gguf(TIED, tmp_path / "model")
+    dense: Any = torch_pi2.load_dense(tmp_path / "model")
+    quantised = torch_pi2.load(tmp_path / "model")
+    assert torch_pi2.supported(dense).layers
+    count = sum(parameter.numel() for parameter in dense.parameters()) - dense.lm_head.weight.numel()  # of its own
+    for found in map(torch_pi2.supported, (tmp_path / "model", quantised)):
+        assert found.parameters == count
+        assert not found.layers
+        assert found.refused.startswith("its weights are in torch_pi2's own form")
+    for wrong in (torch_pi2.optimize, torch_pi2.quantize_):
+        with pytest.raises(ConfigError, match=r"found \d+ matrices that torch_pi2 has quantised. Take the float model"):
+            wrong(quantised)
 
 
 def test_what_cannot_be_told() -> None:

@@ -344,6 +344,8 @@ def checked_plan(own: Plan, other: Plan | str | Path | None, folder: Path) -> Pl
     return made
 
 
+@checked
+@fresh_settings()
 def load_dense(folder: str | Path, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False) -> nn.Module:
     """The dense equivalent of one of our folders: the ordinary model, in evaluation mode.
 

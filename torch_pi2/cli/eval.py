@@ -131,8 +131,11 @@ def _compared(
 
 
 def render(result: dict[str, Any]) -> str:
-    summary = f"methods: {', '.join(result['methods'])}; "
-    forms = [{"model": name, **result[name]} for name in ("dense", "sparse") if name in result]
+    methods = result["methods"]
+    summary = f"methods: {', '.join(methods)}; " if methods else "no layer is sparse; "
+    # alone, a model whose layers compute every neuron is under "sparse" in JSON
+    names = {"dense": "dense", "sparse": "dense" if "dense" not in result and {*methods} <= {"dense"} else "sparse"}
+    forms = [{"model": shown, **result[name]} for name, shown in names.items() if name in result]
     tables = [common.records(forms, _SHOWN)] if forms else []
     if "loss_change" in result:
         summary += f"loss {result['loss_change']:+.3%}; "

@@ -29,6 +29,7 @@ _KINDS = {
 _TAKE_GGUF = ("generate", "chat", "serve")
 _FLOAT = ("checkpoint", "optimised")
 _OPTIMISED = ("optimised", "quantised", "store")
+_MADE_OF = "Name the float checkpoint that it was made of; in Python, torch_pi2.load_dense(folder) has its numbers."
 _TALKING = ("checkpoint", *_OPTIMISED, "shards")
 #: Verb -> the kinds of folders that it takes.
 _TAKES: dict[str, tuple[str, ...]] = {
@@ -76,11 +77,12 @@ def check(args: argparse.Namespace) -> None:
             continue
         else:
             found, command = _KINDS[kind]
+        of_floats = kinds == _FLOAT and kind in _OPTIMISED
         raise ArtifactError(
             f"torch-pi2 {verb} {path}",
             expected=" or ".join(_KINDS[kind][0] for kind in kinds),
             found=found,
-            fix=f"Use: {command.replace('{folder}', str(path))}",
+            fix=_MADE_OF if of_floats else f"Use: {command.replace('{folder}', str(path))}",
         )
 
 

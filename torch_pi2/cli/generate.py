@@ -93,6 +93,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     if shown:
         emit(args.stdout, text.end())
     texts, count = output.texts, sum(map(len, output.sequences))
+    plan = getattr(ModelState.of(model), "plan", None)
     more: dict[str, Any] = {"shown": True} if shown else {}
     if len(texts) > 1 or output.drafts is not None:
         more |= {"texts": texts, "sequences_by_step": output.batches, "drafts": output.drafts and asdict(output.drafts)}
@@ -102,7 +103,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
         "prompt_tokens": len(prompt),
         "new_tokens": count,
         "ms_per_token": elapsed * 1e3 / max(1, count),
-        "sparse": ModelState.of(model) is not None,
+        "sparse": plan is not None and any(layer.method != "dense" for layer in plan.layers),
         "store": models.of_store(model),
         "trace": recorded and recorded.summary(),
         **more,

@@ -223,7 +223,8 @@ def _store(path: Path, verify: bool, progress: bool) -> tuple[dict[str, Any], di
 
 def _render_folder(result: dict[str, Any]) -> str:
     files = ", ".join(f"{name} {common.size(count)}" for name, count in result["files"].items())
-    layers = common.records(_by_block(result["layers"]), _COLUMNS) if result["layers"] else "no layers of neurons"
+    none = "no layers of neurons: every matrix is read whole"
+    layers = common.records(_by_block(result["layers"]), _COLUMNS) if result["layers"] else none
     lines = [f"{', '.join(result['contains'])}: {files}", layers]
     lines += _stays_dense(result["left"])
     if result["matrices"]:
@@ -245,7 +246,22 @@ def _render_folder(result: dict[str, Any]) -> str:
         lines.append(f"verified: {common.size(result['verified_bytes'])} of tensors are as they were written")
     lines += [_render_store(result["store"])] if result["store"] else []
     lines += [_render_budget(result["budget"])] if result["budget"] else []
-    return "\n".join(lines) + verdict.shown(result["verdict"])
+    return "\n".join(lines) + (verdict.shown(result["verdict"]) or _without_verdict(result))
+
+
+def _without_verdict(result: dict[str, Any]) -> str:
+    """What a model is that nobody has measured, and what to do with it."""
+    if "model" not in result["contains"]:
+        return ""
+    known = "not measured"
+    if {layer.get("method") for layer in result["layers"]} <= {"dense"}:
+        known = f"dense: every neuron is computed; speed {known}"
+    fix = f"torch-pi2 eval {result['folder']} measures its loss"
+    if not result["layers"]:
+        fix += (
+            "; import it with --neurons all for torch-pi2 pack, which makes models for less memory than their weights"
+        )
+    return f"\nverdict:  {known} ({fix})"
 
 
 def _by_block(layers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

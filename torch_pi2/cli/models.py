@@ -88,11 +88,13 @@ def load_dense(args: argparse.Namespace) -> nn.Module:
     from torch_pi2.cli.folders import kind_of
 
     if kind_of(Path(args.model)) in ("store", "quantised"):
+        runs = getattr(args, "dense", False)
+        fix = f"{'Leave --dense out: the folder runs as it is. Or name' if runs else 'Name'} its float checkpoint."
         raise ArtifactError(
             f"dense model of {args.model}",
-            expected="a folder with dense weights, as optimize writes it",
-            found="one that only has a store or quantised neurons",
-            fix="Name the checkpoint that it was made from.",
+            expected="a folder with float weights, as optimize writes it",
+            found="one with a store or quantised weights alone",
+            fix=fix,
         )
     phase(f"load {args.model}")
     if getattr(args, "mapped", False):

@@ -17,7 +17,7 @@ from torch_pi2.decode.decoder import Decoder
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.eval.loss import paired_loss
 from torch_pi2.eval.timing import time_decode
-from torch_pi2.formats import QUANTIZED
+from torch_pi2.formats import FLOAT, FLOATS
 from torch_pi2.machine import process
 from torch_pi2.profiling.text import stdlib_text
 from torch_pi2.rewrite.state import get_state
@@ -91,7 +91,7 @@ def unmeasured(
     """The verdict on ``folder`` without running it. Arguments as of :func:`judge`; ``weights``: their format."""
     about, threads = process.describe(), torch.get_num_threads()
     methods = [f"{count} of {len(plan.layers)} layers {method}" for method, count in lossy_methods(plan).items()]
-    rounded = [f"{weights} weights"] if weights in QUANTIZED else []
+    rounded = [] if weights in (FLOAT, *FLOATS) else [f"{weights} weights"]
     machine = about["machine"]
     return Verdict(
         model_hash=plan.model_hash,

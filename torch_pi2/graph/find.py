@@ -18,6 +18,7 @@ from torch import fx, nn
 from torch_pi2.base.dtypes import stands_for_another
 from torch_pi2.base.fields import argument, checked
 from torch_pi2.base.modules import fresh_settings, has_sparse_layers
+from torch_pi2.base.offloaded import OffloadedParameter
 from torch_pi2.errors import NoFFNFoundError, Pi2Error, UnsupportedModelError
 from torch_pi2.graph.capture import CapturedGraph, capture, example_inputs
 from torch_pi2.graph.experts import all_experts, expert_sites, without_experts
@@ -75,7 +76,7 @@ def find_sites(
         NoFFNFoundError: nothing matched; the message lists what was seen.
         UnsupportedModelError: an FFN's activation is unknown, or Dynamo cannot capture the model.
         CalibrationError: inputs are missing or wrong. DeviceError: the model is on ``meta``.
-        ConfigError: the model is already rewritten.
+        ConfigError: the model is already rewritten or quantised.
     """
     return search(model, args, kwargs, strict=strict, on_meta=on_meta).sites
 
@@ -96,6 +97,10 @@ def search(
         fix = "Call torch_pi2.restore(model) first; one that was quantised is loaded again."
         rewritten = "one that torch_pi2 has already rewritten"
         argument(model, type(model).__name__, fix).wrong("a dense model", rewritten)
+    if count := sum(isinstance(parameter, OffloadedParameter) for parameter in model.parameters()):
+        fix = "Take the float model; torch_pi2.load_dense(folder) makes one of a quantised folder."
+        quantised = f"{count} matrices that torch_pi2 has quantised"
+        argument(model, type(model).__name__, fix).wrong("float weights", quantised)
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

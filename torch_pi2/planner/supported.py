@@ -12,16 +12,20 @@ import torch
 from torch import nn
 
 from torch_pi2.base.fields import Field, checked, shown
+from torch_pi2.base.modules import has_sparse_layers
 from torch_pi2.graph.find import search
+from torch_pi2.layers.linear import QuantEmbedding, QuantLinear
 from torch_pi2.planner.hot_neurons import gate_method
 from torch_pi2.rewrite.skeleton import skeleton
-from torch_pi2.store.folder import quantised_by, read_config
+from torch_pi2.store.folder import PI2_FOLDER, quantised_by, read_config
 from torch_pi2.store.gguf import gguf_in
+from torch_pi2.store.storefile import weights_path
 from torch_pi2.types.method import Method
 from torch_pi2.types.site import FFNSite
 
 #: Quantised checkpoints that :func:`torch_pi2.import_quantized` takes.
 _IMPORTED = ("gptq", "awq", "compressed-tensors", "torchao")
+_OURS = "its weights are in torch_pi2's own form, which runs as it is; those of the float model can be"
 
 
 @dataclass(frozen=True)
@@ -92,25 +96,39 @@ def supported(
         ArtifactError: no model can be built from the folder. CalibrationError: inputs are missing or wrong.
         UnsupportedModelError: Dynamo cannot capture it. ConfigError: it is already sparse.
     """
-    others = ""
-    if not isinstance(model, nn.Module):
+    others = refused = ""
+    if isinstance(model, nn.Module):
+        quantised = any(isinstance(module, QuantLinear | QuantEmbedding) for module in model.modules())
+        refused = _OURS if quantised and not has_sparse_layers(model) else ""
+    else:
         if gguf_in(model) is not None:
-            Field(
-                model, f"supported({model})", "Import it: torch_pi2.import_gguf(file, folder), and ask of that folder."
-            ).wrong("a model, or the folder of a Hugging Face checkpoint", "a GGUF file")
+            fix = "Import it: torch_pi2.import_gguf(file, folder), and ask of torch_pi2.load_dense(folder)."
+            expected = "a model, or the folder of a Hugging Face checkpoint"
+            Field(model, f"supported({model})", fix).wrong(expected, "a GGUF file")
         with torch.device("meta"):
             folder, model = Path(model), skeleton(model, trust_remote_code=trust_remote_code)
         others = quantised_by(read_config(folder)) if os.path.isdir(folder) else ""
+        refused = "" if weights_path(folder / PI2_FOLDER) is None else _OURS
     if others and others not in _IMPORTED:
-        refused_by = f"its weights are what {shown(others)} has quantised; the float checkpoint can be"
-        return Supported(type(model).__name__, sum(p.numel() for p in model.parameters()), [], {}, refused_by)
+        refused = f"its weights are what {shown(others)} has quantised; the float checkpoint can be"
+    if refused:
+        return Supported(type(model).__name__, _parameters(model), [], {}, refused)
     on_meta = all(p.is_meta for p in model.parameters())
     found = search(model, args, kwargs, on_meta=on_meta, needed=False, warn=False)
     refused = "" if found.refused is None else found.refused.found
     if refused and found.left:  # where layers that stay dense are named, they are the reason
         refused = "each of its feed-forward layers stays dense"
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return Supported(type(model).__name__, parameters, [_layer(site) for site in found.sites], found.left, refused)
+    layers = [_layer(site) for site in found.sites]
+    return Supported(type(model).__name__, _parameters(model), layers, found.left, refused)
+
+
+def _parameters(model: Any) -> int:
+    count = sum(parameter.numel() for parameter in model.parameters())
+    ends = [getattr(model, f"get_{which}_embeddings", nn.Module)() for which in ("output", "input")]
+    if isinstance(ends[0], QuantLinear) and isinstance(ends[1], QuantEmbedding):
+        rows = ends[0].in_row_order()
+        count -= ends[1].weight.numel() * (rows.shape == ends[1].rows.shape and rows.equal(ends[1].rows))  # tied
+    return count
 
 
 def _layer(site: FFNSite) -> SupportedLayer:

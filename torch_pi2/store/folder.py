@@ -123,7 +123,7 @@ def check_float(folder: Path, config: Mapping[str, Any]) -> None:
     """Raises UnsupportedModelError: the checkpoint in ``folder`` is quantised, by us or by another method."""
     if weights_path(folder / PI2_FOLDER) is not None:
         found = f"weights in torch_pi2's own form ({PI2_FOLDER}/)"
-        fix = "Take the checkpoint that it was made of; torch_pi2.load, pack and export take this folder as it is."
+        fix = "Take the float checkpoint that it was made of, or torch_pi2.load_dense(folder), which has its numbers."
     elif method := quantised_by(config):
         found = f"what {shown(method)} has quantised"
         fix = "Take the float checkpoint, or torch_pi2.import_quantized (gptq, awq, compressed-tensors, torchao)."
