@@ -21,6 +21,7 @@ from torch_pi2.errors import (
     ArtifactError,
     ConfigError,
     NoFFNFoundError,
+    ShapeError,
     StaleArtifactError,
     UnsupportedModelError,
 )
@@ -151,6 +152,19 @@ def test_the_bits_of_a_token_do_not_depend_on_others(mixtral: nn.Module, sites: 
     assert all(torch.equal(y[t], experts(x[t : t + 1], index[t : t + 1], routing[t : t + 1])[0]) for t in range(len(x)))
     nobody = torch.full_like(index, 4)  # as expert parallelism says that an expert is elsewhere
     assert not experts(x, nobody, routing).any()
+
+
+def test_an_expert_that_is_not_there_is_named(mixtral: nn.Module) -> None:
+    model: Any = torch_pi2.optimize(copy.deepcopy(mixtral), method="dense")
+    experts = model.model.layers[0].mlp.experts
+    x_TH, index_TK = torch.zeros(3, 64), torch.zeros(3, 2, dtype=torch.long)
+    for wrong in (-1, 5):
+        index_TK[1, 1] = wrong
+        found = (
+            rf"chosen for model.layers.0.mlp.experts: expected 0 to 3, or 4 for none, found {wrong} for token 1, slot"
+        )
+        with pytest.raises(ShapeError, match=found), torch.no_grad():
+            experts(x_TH, index_TK, torch.ones(3, 2))
 
 
 def test_a_forward_that_does_more_is_seen(mixtral: nn.Module, sites: list[FFNSite]) -> None:

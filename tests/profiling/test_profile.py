@@ -402,10 +402,38 @@ def test_nan_weights_meta_and_no_sites_are_refused() -> None:
 def test_matmuls_with_other_weights_are_noticed() -> None:
     """Autocast works on copies of the weights: better an error than statistics of nothing."""
     with (
-        pytest.raises(UnsupportedModelError, match=r"FFN sites that never ran: .* else turn autocast"),
+        pytest.raises(UnsupportedModelError, match=r"FFN sites that never ran: .* turn autocast"),
         torch.autocast("cpu", torch.bfloat16),
     ):
         profile(Gated("relu"), calls(), [gated_site("relu")])
+
+
+class Plain(nn.Module):
+    def __init__(self, autocast: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.autocast = nn.Linear(H, I), nn.Linear(I, H), autocast
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            return self.down(torch.relu(self.up(x))).float()
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_advice_where_matmuls_have_other_weights(autocast: bool) -> None:
+    """Autocast within a layer, or a weight of two of them."""
+    layers = Plain(autocast), Plain(autocast)
+    if not autocast:
+        layers[1].up.weight = layers[0].up.weight
+    model: Any = nn.Sequential(nn.Embedding(20, H), *layers, nn.Linear(H, 20)).eval()
+    ids_BT = torch.arange(100).view(5, 20) % 20
+    advice = r"weight their own, and turn autocast .*; or optimise .* method='exact' with fewer than 64 tokens"
+    with pytest.raises(UnsupportedModelError, match=advice):
+        torch_pi2.optimize(model, ids_BT)
+    with torch.no_grad():
+        wanted = model(ids_BT)
+        torch_pi2.optimize(model, ids_BT[:1], method="exact")
+        assert torch.allclose(model(ids_BT), wanted, atol=1e-2 if autocast else 1e-5)
+    assert len(model.torch_pi2.plan.layers) == 2
 
 
 def test_rows_that_do_not_match_the_padded_batch_are_refused() -> None:

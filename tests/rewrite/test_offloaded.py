@@ -235,8 +235,27 @@ def test_a_model_with_adapters_is_not_saved() -> None:
 def test_a_model_whose_layers_were_taken_out_is_not_saved() -> None:
     model = _exact(tiny("llama-relu"), IDS_BT)
     model.model.layers = model.model.layers[:1]
-    with pytest.raises(ConfigError, match=r"none with model\.layers\.1\.mlp\.down_proj.*taken out or replaced"):
+    with pytest.raises(ConfigError, match=r"another or none at model\.layers\.1\.mlp: .*taken out or replaced"):
         torch_pi2.save(model, "never made")
+
+
+@pytest.mark.parametrize("weights", ["float", "int4"])
+def test_a_model_whose_layers_were_exchanged_is_not_saved(weights: str, tmp_path: Path) -> None:
+    """Files are by name: quantised layers would be loaded into their old places."""
+    model: Any = torch_pi2.optimize(tiny("llama-relu"), method="exact", weights=weights)
+    first, second = model.model.layers
+
+    def refused() -> None:
+        with pytest.raises(ConfigError, match=r"another or none at model\.layers\.0\.mlp: layers were exchanged"):
+            torch_pi2.save(model, "never made")
+
+    first.mlp, second.mlp = second.mlp, first.mlp
+    refused()
+    first.mlp, second.mlp = second.mlp, first.mlp
+    model.model.layers = nn.ModuleList((second, first))
+    refused()
+    model.model.layers = nn.ModuleList((first, second))
+    torch_pi2.save(torch.compile(model), tmp_path / "as it was")
 
 
 class Adapted(nn.Linear):

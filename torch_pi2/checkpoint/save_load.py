@@ -32,9 +32,11 @@ from torch_pi2.decode.plan_controller import follow
 from torch_pi2.distributed.join import own_shard
 from torch_pi2.distributed.shard_store import refuse_shards
 from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error, StaleArtifactError, UnsupportedModelError
+from torch_pi2.layers.experts import expert_groups
 from torch_pi2.layers.of_model import homes
 from torch_pi2.predict.file import FittedPredictors, save_predictors
 from torch_pi2.rewrite.gpu import checked_memory, hot_on_gpu
+from torch_pi2.rewrite.install import NAME
 from torch_pi2.rewrite.rewrite import apply
 from torch_pi2.rewrite.skeleton import check_filled, fill, model_config, named_class, places, skeleton
 from torch_pi2.rewrite.state import SparseState, get_state, store_of
@@ -164,16 +166,20 @@ def current_state(model: nn.Module) -> SparseState:
     StaleArtifactError if predictors or thresholds were fitted to other weights.
     """
     parts = get_state(model)
+    modules = dict(getattr(model, "_orig_mod", model).named_modules(remove_duplicate=False))
+    for site in (group[0].site for group in expert_groups(parts.plan.layers)):
+        host = modules.get(site.down.weight.rpartition(".")[0])
+        home = None if host is None else host._modules.get(NAME)
+        if getattr(getattr(home, "site", None), "down", None) != site.down:
+            raise ConfigError(
+                f"saving {type(model).__name__}",
+                expected="the sparse layers of its plan, each in its place",
+                found=f"another or none at {site.key}: layers were exchanged, taken out or replaced since",
+                fix="Put it back; or call torch_pi2.restore(model) and optimize it again.",
+            )
     if weights_of(model) != "float":
         return parts  # quantised rows cannot change; the hash is that of the float weights
     values = {name: value for home in homes(model) for name, value in home.dense_values().items()}
-    if gone := {name for layer in parts.plan.layers for name in layer.site.parameter_names} - values.keys():
-        raise ConfigError(
-            f"saving {type(model).__name__}",
-            expected="the sparse layers of its plan",
-            found=f"none with {min(gone)}: a layer was taken out or replaced since",
-            fix="Call torch_pi2.restore(model) before layers are changed, and optimize it again.",
-        )
     dense: Any = SimpleNamespace(get_parameter=values.__getitem__)
     found = weights_hash(dense, [layer.site for layer in parts.plan.layers])
     if found == parts.plan.model_hash:

@@ -14,7 +14,7 @@ from torch import nn
 
 from torch_pi2.base.lookups import Lookups
 from torch_pi2.base.memory import new_tensor
-from torch_pi2.errors import ArtifactError, ConfigError
+from torch_pi2.errors import ArtifactError, ConfigError, ShapeError
 from torch_pi2.graph.routed import LinearRouter, Routed
 from torch_pi2.layers.checks import check_ffn_input, result_dtype
 from torch_pi2.layers.ffn import SparseFFN
@@ -171,7 +171,18 @@ class SparseExperts(nn.Module):
         else:
             if self.in_memory:
                 check_together(self.site.key, hidden_states, self.neuron_rows)
-            y = self.compute(hidden_states, top_k_index, top_k_weights)
+            try:
+                y = self.compute(hidden_states, top_k_index, top_k_weights)
+            except RuntimeError as error:
+                _, wrong, found = str(error).partition(" for no expert, found ")
+                if not wrong:
+                    raise
+                raise ShapeError(
+                    f"experts chosen for {self.site.key}",
+                    expected=f"0 to {len(self.sites) - 1}, or {len(self.sites)} for none",
+                    found=found.partition(".")[0],
+                    fix="Correct the router: it is of another model, or marks unused slots in another way.",
+                ) from error
         return y.to(result_dtype(hidden_states))
 
     def compute(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:

@@ -272,8 +272,8 @@ def record(
             "FFN sites that never ran",
             expected="every site's up and down matmul to use its own weights",
             found=f"none for {', '.join(silent[:4])}{', ...' if len(silent) > 4 else ''}",
-            fix="If it shares a weight with another layer, leave calibration out, or give it its own; "
-            "else turn autocast and compiled forwards off meanwhile.",
+            fix="Give layers that share a weight their own, and turn autocast and compiled forwards off meanwhile; or "
+            f"optimise without statistics: method='exact' with fewer than {MIN_TOKENS} tokens as an example.",
         )
     return counts
 
