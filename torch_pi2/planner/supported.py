@@ -123,7 +123,7 @@ def supported(
 
 
 def _parameters(model: Any) -> int:
-    count = sum(parameter.numel() for parameter in model.parameters())
+    count = int(sum(parameter.numel() for parameter in model.parameters()))
     ends = [getattr(model, f"get_{which}_embeddings", nn.Module)() for which in ("output", "input")]
     if isinstance(ends[0], QuantLinear) and isinstance(ends[1], QuantEmbedding):
         rows = ends[0].in_row_order()
