@@ -483,3 +483,27 @@ def test_float_files_beside_llama_cpp(made: Any, tmp_path: Path, name: str) -> N
     engine.eval(TOKENS[0].tolist())
     theirs, ours = torch.from_numpy(engine.scores[: TOKENS.shape[1]].copy()), logits(model)[0]
     assert float((theirs - ours).abs().max() / ours.abs().max()) < 1.2e-3
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
+def test_embedding_rows_stay_in_the_file_unless_a_layer_computes_with_them(made: Any, tmp_path: Path) -> None:
+    """Also where the output layer, which is tied to it, has its own copy in blocks; the bits are those of a store."""
+    _, _, file = made("llama")
+    typed = tmp_path / "typed.gguf"
+    ggufs.retyped(file, typed, "Q8_0")
+    torch_pi2.import_gguf(typed, tmp_path / "out", neurons="all")
+    torch_pi2.pack(tmp_path / "out", tmp_path / "packed")
+    model, stored = torch_pi2.load(tmp_path / "out"), torch_pi2.load(tmp_path / "packed")
+    assert torch.equal(logits(model), logits(stored))
+    assert (_is_in_file(model), _is_in_file(stored)) == (True, False)
+    torch_pi2.save(model, tmp_path / "out")  # over the file itself
+    assert torch.equal(logits(torch_pi2.load(tmp_path / "out")), logits(model))
+
+
+def _is_in_file(model: Any) -> bool:
+    at = model.get_input_embeddings().rows.data_ptr()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, stop = (int(number, 16) for number in line.split()[0].split("-"))
+        if start <= at < stop:
+            return "weights.safetensors" in line
+    raise AssertionError("an address that is nowhere")

@@ -271,7 +271,7 @@ def load_sparse(
         embeddings: dict[str, torch.Tensor] = {}
         for name, width in weights.embeddings.items():
             ours.add(f"{name}.weight")
-            embeddings[f"{name}.weight"] = _put_embedding(model, weights, name, width)
+            embeddings[f"{name}.weight"] = _put_embedding(model, weights, name, width, int8_activations)
         for name, columns in bar(list(weights.linears.items()), "load linear layers", progress, delay=2):
             ours |= {f"{name}.weight", f"{name}.bias"}
             tied = embeddings.get(weights.rows_name(name))
@@ -354,7 +354,12 @@ def _put_linear(
     model.set_submodule(name, made.eval())
 
 
-def _put_embedding(model: nn.Module, weights: QuantizedWeights, name: str, width: int) -> torch.Tensor:
+def _put_embedding(
+    model: nn.Module, weights: QuantizedWeights, name: str, width: int, int8_activations: bool
+) -> torch.Tensor:
+    """Replace an embedding. Its rows stay in the file, where the system reads those of a prompt's tokens, unless a
+    layer computes with them, or a budget counts them.
+    """
     embedding: Any = model.get_submodule(name)
     if not can_stand_for(embedding):
         raise ArtifactError(
@@ -364,7 +369,11 @@ def _put_embedding(model: nn.Module, weights: QuantizedWeights, name: str, width
             fix="The file is of another model; make the folder again.",
         )
     scale = getattr(embedding, "embed_scale", None)
-    made = QuantEmbedding(weights.read(f"{name}.weight"), width, weights.format_of(name), embedding.padding_idx, scale)
+    kind, tied = weights.format_of(name), {weights.rows_name(linear) for linear in weights.linears}
+    computed = f"{name}.weight" in tied and not wants_blocks(kind, embedding.num_embeddings, width, int8_activations)
+    in_file = not computed and weights.path.name == WEIGHTS_FILE
+    rows = (weights.mapped if in_file else weights.read)(f"{name}.weight")
+    made = QuantEmbedding(rows, width, kind, embedding.padding_idx, scale)
     made.dtype = embedding.weight.dtype
     model.set_submodule(name, made.eval())
     return made.rows
