@@ -233,6 +233,37 @@ def test_what_a_replaced_forward_looks_up_may_not_change(name: str, monkeypatch:
     monkeypatch.undo()
 
 
+COUNTS = {"block": 0, "layer": 0}
+
+
+class Counts(Layer):
+    def forward(self, x):
+        COUNTS["block"] += 1
+        COUNTS["layer"] += 1
+        return super().forward(x)
+
+
+class ReadsCounts(Layer):
+    def forward(self, x):
+        return super().forward(x) if COUNTS["layer"] >= 0 else x
+
+
+@torch.no_grad()
+def test_a_layer_whose_code_looks_up_what_each_call_changes_stays_dense() -> None:
+    """The first one, as its block counts; then the second, as the first counts now."""
+    COUNTS.update(block=0, layer=0)
+    blocks = [Reads(lambda _: COUNTS.update(block=COUNTS["block"] + 1) or 0.0) for _ in range(2)]
+    blocks[0].mlp, blocks[1].mlp = Counts(), ReadsCounts()
+    model = plain(FunctionalBlock(), *blocks)
+    wanted = [model(x.clone()) for x in hostile_inputs()]
+    torch_pi2.optimize(model, EXAMPLE, method="exact")
+    assert list(model.torch_pi2.left) == ["1.mlp", "2.mlp"]
+    assert "which its code looks up, changes in each call" in model.torch_pi2.left["1.mlp"]
+    before = COUNTS["layer"]
+    assert all(close(model(x.clone()), y) for x, y in zip(hostile_inputs(), wanted))
+    assert COUNTS["layer"] == before + len(wanted)
+
+
 class Cast(Layer):
     """T5's: ``to`` is a tensor's, though modules have one, too."""
 

@@ -42,6 +42,16 @@ class Lookups:
 
     def check(self, key: str) -> None:
         """Raises ConfigError, about the layer ``key``, if something is another now."""
+        if name := self.changed():
+            raise ConfigError(
+                f"{name}, which the code of {key} looks up",
+                expected="what it was when the model was optimised, as a sparse layer computes in place of that code",
+                found="another value",
+                fix="Set it back, or call torch_pi2.restore(model) and optimise the model as it is now.",
+            )
+
+    def changed(self) -> str:
+        """The name of something that is another now; empty: there is none."""
         for get, holder, name, value in self._notes:
             now = get(holder, name, _MISSING)
             if (
@@ -49,10 +59,11 @@ class Lookups:
                 and now is not _GONE
                 and not (isinstance(value, _PLAIN) and type(now) is type(value) and now == value)
             ):
-                raise _changed(key, name)
+                return name
         for now, before in self._lists:
             if len(now) != len(before) or any(a is not b for a, b in zip(now, before)):
-                raise _changed(key, "a list")
+                return "a list"
+        return ""
 
     def __reduce__(self) -> Any:
         return Lookups, ()
@@ -123,12 +134,3 @@ def _names(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names(constant)
-
-
-def _changed(key: str, name: str) -> ConfigError:
-    return ConfigError(
-        f"{name}, which the code of {key} looks up",
-        expected="what it was when the model was optimised, as a sparse layer computes in place of that code",
-        found="another value",
-        fix="Set it back, or call torch_pi2.restore(model) and optimise the model as it is now.",
-    )

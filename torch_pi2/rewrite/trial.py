@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from torch_pi2.base.lookups import Lookups
 from torch_pi2.base.modules import evaluating, other_forwards
 from torch_pi2.base.offloaded import OffloadedParameter
 from torch_pi2.graph.experts import dense_experts
@@ -64,29 +65,40 @@ def changed_by(
         return {}
     with as_it_was(model), evaluating(model):
         wanted = _results(model, example)
+        counted: dict[str, str] = {}
 
         def problem(some: Sequence[Group]) -> str:
-            with _replaced(model, some, strategies):
+            with _replaced(model, some, strategies) as looked_up:
                 try:
                     return _difference(_results(model, example), wanted)
                 except Exception as error:
                     return f"raises {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                finally:
+                    changed = {key: lookups.changed() for key, lookups in looked_up.items()}
+                    how = "{}, which its code looks up, changes in each call"
+                    counted.update({key: how.format(name) for key, name in changed.items() if name})
 
-        together = problem(groups)
+        known, together = -1, ""
+        while len(counted) > known:  # what stays dense may change what others look up
+            known, groups = len(counted), [group for group in groups if group[0].site.key not in counted]
+            together = problem(groups)
         if not together:
-            return {}
+            return counted
         if _difference(_results(model, example), wanted):
             _log.warning("%s gives other results each time: not compared with the sparse model", type(model).__name__)
-            return {}
+            return counted
         alone = {group[0].site.key: why for group in groups if (why := problem([group]))}
         raised = together.startswith("raises")
-        return alone if alone or not raised else {group[0].site.key: together for group in groups}
+        return counted | (alone if alone or not raised else {group[0].site.key: together for group in groups})
 
 
 @contextmanager
-def _replaced(model: nn.Module, groups: Sequence[Group], strategies: Mapping[str, str]) -> Iterator[None]:
-    overrides = [override for group in groups for override in _overrides(model, group, strategies)]
+def _replaced(model: nn.Module, groups: Sequence[Group], strategies: Mapping[str, str]) -> Iterator[dict[str, Lookups]]:
+    """Yields what the replaced code of each group looks up."""
+    found = {group[0].site.key: _overrides(model, group, strategies) for group in groups}
+    overrides = [override for some in found.values() for override in some]
     modules = {override.module for override in overrides}
+    looked_up = {key: Lookups(override.module for override in some) for key, some in found.items()}
     in_use = {id(p) for module in reachable(model, modules) for p in module._parameters.values()}
     own = {id(model.get_parameter(name)) for group in groups for y in group for name in y.site.parameter_names}
     hidden = [
@@ -100,7 +112,7 @@ def _replaced(model: nn.Module, groups: Sequence[Group], strategies: Mapping[str
         try:
             for part, name, parameter in hidden:
                 part._parameters[name] = OffloadedParameter.make(name, tuple(parameter.shape), parameter.dtype)
-            yield
+            yield looked_up
         finally:
             for part, name, parameter in hidden:
                 part._parameters[name] = parameter
