@@ -59,7 +59,7 @@ class Lookups:
                 and now is not _GONE
                 and not (isinstance(value, _PLAIN) and type(now) is type(value) and now == value)
             ):
-                return name
+                return str(name)
         for now, before in self._lists:
             if len(now) != len(before) or any(a is not b for a, b in zip(now, before)):
                 return "a list"
