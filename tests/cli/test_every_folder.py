@@ -102,6 +102,7 @@ def test_damaged_folders(
         ("config.json", "rope_parameters", {"rope_type": {}}),
         ("tokenizer.json", "added_tokens", [None]),
         ("tokenizer_config.json", "model_max_length", ""),
+        ("generation_config.json", "eos_token_id", 7.5),
         ("generation_config.json", None, "{"),
     ],
 )

@@ -157,7 +157,11 @@ def read_config(folder: Path) -> dict[str, Any]:
             fix="Load it with peft, merge_and_unload() and save_pretrained; or remove the adapter to do without.",
         )
     if os.path.lexists(path := folder / "generation_config.json"):  # transformers goes on without a damaged one
-        _read_object(path, "settings of generation", "Copy it again from the checkpoint, or delete it.")
+        fix = "Copy it again from the checkpoint, or delete it."
+        for name, value in _read_object(path, "settings of generation", fix).items():
+            if name.endswith("_token_id") and value is not None:
+                for token in value if isinstance(value, list) else [value]:
+                    Field(token, f"{path}: {name}", fix).whole(-1)  # -1: none
     return _read_object(folder / "config.json", "a model's configuration", "Check the folder's name.")
 
 
