@@ -17,7 +17,7 @@ export CCACHE_BASEDIR := $(CURDIR)
 export CCACHE_NOHASHDIR := 1
 endif
 
-.PHONY: install wheel runner jni demo phone docs test nightly test-python test-slow test-long test-skipped test-cpp test-qnn real-models \
+.PHONY: install wheel runner jni demo phone docs test nightly test-python test-slow test-long test-skipped test-cpp test-qnn real-models test-real \
   build-arm test-arm-core test-arm runner-arm sanitize-core sanitize faults fuzz fuzz-seeds lint format bench bench-kernels figures clean
 .DELETE_ON_ERROR:
 
@@ -107,6 +107,10 @@ test-qnn: install
 # is not downloaded again. REAL='gemma-3-270m': these alone.
 real-models: install
 	$(BIN)/python -m benchmarks.real_models $(REAL)
+
+# The product on these files, beside what llama.cpp made of them: minutes.
+test-real: real-models
+	$(BIN)/python -m pytest -m real tests/real tests/benchmarks
 
 # The C++ runner of bundles, as a self-contained folder: build/runner/pi2/pi2_runner.
 runner: build/runner/.built

@@ -31,9 +31,10 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
 
     path, threads, context = settings["gguf"], settings["threads"], settings["context"]
     repack = settings.get("repack", True)
+    started, batches = time.perf_counter(), settings.get("batches", [1])
     model = _model(llama_cpp, path, repack)
-    batches = settings.get("batches", [1])
     contexts = {batch: _context(llama_cpp, model, batch, context, threads) for batch in batches}
+    load_s = time.perf_counter() - started
 
     def run_round(prompt: int, tokens: int, batch: int) -> dict[str, Any]:
         lcontext = contexts[batch]
@@ -77,6 +78,7 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
         "bytes": Path(path).stat().st_size,
         "threads": threads,
         "context": context,
+        "load_s": load_s,
         "system": llama_cpp.llama_print_system_info().decode().strip(),
     }
     return about, run_round

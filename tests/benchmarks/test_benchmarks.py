@@ -14,9 +14,9 @@ from tiny_models import _hf, randomise, tiny
 from tiny_tokenizers import TEXT, byte_tokenizer
 
 import torch_pi2
-from benchmarks import cap, decode, figures, layer, tables
+from benchmarks import cap, decode, figures, layer, real_models, tables
 from benchmarks.__main__ import BENCHMARKS, call, main, render
-from torch_pi2.errors import ConfigError
+from torch_pi2.errors import ArtifactError, ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -49,6 +49,8 @@ LONG = {
     "prefix": "--shape tiny --threads 1 --prefix 64 --suffix 1,9 --rounds 1",
     "methods": "--folder {relu} --weights float --tokens 256 --calibration-tokens 3000",
 }
+#: On the files of `make real-models`, run by `make test-real`.
+REAL = {"real": "--models gemma-3-270m --tokens 2 --rounds 1 --loss 40 --window 30"}
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +113,7 @@ def check(name: str, result: dict[str, Any]) -> None:
         *COMMANDS,
         *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
         *(pytest.param(name, marks=[pytest.mark.slow, pytest.mark.long]) for name in LONG),
+        *(pytest.param(name, marks=pytest.mark.real) for name in REAL),
     ],
 )
 def test_runs_at_its_smallest_size(
@@ -120,16 +123,21 @@ def test_runs_at_its_smallest_size(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    if name == "imported" and importlib.util.find_spec("llama_cpp") is None:
+    if name in ("imported", "real") and importlib.util.find_spec("llama_cpp") is None:
         pytest.skip("package llama-cpp-python is not installed (extra bench)")
+    if name == "real":
+        try:
+            real_models.path("gemma-3-270m")
+        except ArtifactError as error:
+            pytest.skip(str(error))
     if name == "together":
         torch_pi2.pack(folders["store"], folders["shards"], ranks=2)
-    options = (COMMANDS | SLOW | LONG)[name]
+    options = (COMMANDS | SLOW | LONG | REAL)[name]
     check(name, measured(name, options, folders, tmp_path, monkeypatch, capsys))
 
 
 def test_every_benchmark_is_run_here() -> None:
-    assert set(COMMANDS | SLOW | LONG) == set(BENCHMARKS)
+    assert set(COMMANDS | SLOW | LONG | REAL) == set(BENCHMARKS)
 
 
 # --- rules

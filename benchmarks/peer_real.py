@@ -1,0 +1,100 @@
+"""Losses of llama.cpp and torch_pi2 on given tokens, and torch_pi2's speed as :mod:`benchmarks.peer_llama` has its."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+import torch_pi2
+from benchmarks import peer_llama
+from benchmarks.peer import Round, serve
+from torch_pi2.decode.decoder import Decoder
+from torch_pi2.decode.kv_cache import cache_name
+from torch_pi2.machine import process
+
+#: Logits of consecutive pieces of a window, each [T, V].
+Logits = Callable[[Sequence[int]], Iterator[torch.Tensor]]
+
+
+def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
+    """``settings``: gguf (path), options (of :func:`torch_pi2.load`), threads, context (tokens of a sequence).
+
+    With windows (of token ids) all is done here: the first answer is that of :func:`loss_of`. engine: llama.cpp, or
+    ours by default. piece: tokens computed together.
+    """
+    torch.set_num_threads(settings["threads"])
+    if settings.get("engine") == "llama.cpp":
+        return loss_of(_llama(settings), settings["windows"], settings["piece"]), lambda *_: {}
+    started = time.perf_counter()
+    model: Any = torch_pi2.load(settings["gguf"], **settings["options"])
+    if "windows" in settings:
+        return loss_of(ours(model, settings["piece"]), settings["windows"], settings["piece"]), lambda *_: {}
+    decoder = Decoder(model, max_tokens=settings["context"], compiled=False)
+    load_s = time.perf_counter() - started
+
+    def run_round(prompt: int, tokens: int, batch: int) -> dict[str, Any]:
+        ids_BT = 1 + torch.arange(prompt + tokens).remainder(100).expand(batch, -1)  # those of peer_llama
+        started = time.perf_counter()
+        decoder.prompt(ids_BT[:, :prompt])
+        between = time.perf_counter()
+        for place in range(prompt, prompt + tokens):
+            decoder.step(ids_BT[:, place : place + 1])
+        decode_s = time.perf_counter() - between
+        return {"prompt_s": between - started, "decode_s": decode_s, "peak_rss_bytes": process.peak_rss_bytes()}
+
+    return {"load_s": load_s}, run_round
+
+
+def loss_of(logits_of: Logits, windows: Iterable[Sequence[int]], piece: int) -> dict[str, Any]:
+    """``loss`` (nats a token; the first of each window is not scored) and ``best`` (the likeliest ids)."""
+    loss, best = 0.0, list[int]()
+    for window in windows:
+        for logits_TV, target_T in zip(logits_of(window[:-1]), torch.tensor(window[1:]).split(piece), strict=True):
+            loss += float(torch.nn.functional.cross_entropy(logits_TV.float(), target_T, reduction="sum"))
+            best += logits_TV.argmax(-1).tolist()
+    return {"loss": loss / len(best), "best": best}
+
+
+def ours(model: Any, piece: int) -> Logits:
+    """By the model's own forward, ``piece`` tokens at once."""
+    from transformers import DynamicCache
+
+    def logits_of(window: Sequence[int]) -> Iterator[torch.Tensor]:
+        cached = {cache_name(model): DynamicCache(config=model.config)}
+        for ids_T in torch.tensor(window).split(piece):
+            with torch.inference_mode():
+                yield model(input_ids=ids_T[None], use_cache=True, **cached).logits[0]
+
+    return logits_of
+
+
+def _llama(settings: Mapping[str, Any]) -> Logits:
+    import llama_cpp
+    import numpy
+
+    longest = max(map(len, settings["windows"]))
+    model = peer_llama._model(llama_cpp, settings["gguf"], True)
+    context = peer_llama._context(llama_cpp, model, 1, longest, settings["threads"])
+    vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+
+    def logits_of(window: Sequence[int]) -> Iterator[torch.Tensor]:
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
+        for start in range(0, len(window), settings["piece"]):
+            part = window[start : start + settings["piece"]]
+            batch = peer_llama._filled(llama_cpp, 1, start, len(part))
+            for place, token in enumerate(part):
+                batch.token[place], batch.logits[place] = token, True
+            if failed := llama_cpp.llama_decode(context, batch):
+                raise RuntimeError(f"llama_decode returned {failed}")
+            found = llama_cpp.llama_get_logits(context)
+            yield torch.from_numpy(numpy.ctypeslib.as_array(found, (len(part), vocabulary)))
+            llama_cpp.llama_batch_free(batch)
+
+    return logits_of
+
+
+if __name__ == "__main__":
+    serve(load)
