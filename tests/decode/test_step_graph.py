@@ -76,6 +76,33 @@ def test_calls_of_every_form_are_made_again() -> None:
     assert result.dtype == torch.float64
 
 
+def test_equal_calls_are_one_unless_something_is_written() -> None:
+    """As the positions of every layer are; a view of what changes, or what changes itself, is read again."""
+    positions, room = torch.arange(4), torch.zeros(4)
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        layers = [positions[:2].add(1).unsqueeze(0) for _ in range(5)]
+        reads = [room[1:].to(torch.float64) for _ in range(2)]
+        room.view(2, 2)[0].add_(ids[0, 0])
+        reads += [room[1:].to(torch.float64)]
+        counts = [torch.arange(3) for _ in range(3)]
+        counts[0].add_(5)
+        later = torch.arange(3).view(3)
+        later.mul_(2)
+        return torch.cat([*layers, *(x[None] for x in (*reads, *counts, later))], -1)
+
+    result, calls = record(forward, torch.ones(1, 1, dtype=torch.int64))
+    assert calls is not None
+    made, code = StepGraph(calls), step_graph._without_twins(calls.graph()[0])
+    assert len(calls.graph()[0].nodes) - len(code.nodes) >= 4 * 3
+    room.zero_()
+    assert torch.equal(made(torch.ones(1, 1, dtype=torch.int64)), result)
+    room.zero_()
+    wanted = forward(torch.full((1, 1), 7))
+    room.zero_()
+    assert torch.equal(made(torch.full((1, 1), 7)), wanted)
+
+
 @pytest.mark.parametrize(
     "asks",
     [

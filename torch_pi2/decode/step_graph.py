@@ -130,6 +130,44 @@ class Calls:
         return graph, seen
 
 
+#: Calls that every layer makes with the same arguments, for positions and rotations.
+_EQUAL = {operator.getitem, torch.arange, "add", "unsqueeze", "to", "float", "view", "transpose"}
+
+
+def _without_twins(graph: fx.Graph) -> fx.Graph:
+    """``graph``, changed: equal calls are one call, unless something writes to what it reads or returns."""
+    written, left = set[fx.Node](), [node for call in graph.nodes for node in _written_by(call)]
+    while left:  # and what these may be views of
+        if (node := left.pop()) not in written:
+            written.add(node)
+            left += node.all_input_nodes
+    first, changing = dict[str, fx.Node](), set[fx.Node]()
+    for node in graph.nodes:
+        if node in written or not changing.isdisjoint(node.all_input_nodes):
+            changing.add(node)
+        elif node.target in _EQUAL:
+            twin = first.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
+            if twin is not node:
+                node.replace_all_uses_with(twin)
+                graph.erase_node(node)
+    return graph
+
+
+def _written_by(call: fx.Node) -> list[fx.Node]:
+    if call.op not in ("call_function", "call_method"):
+        return []
+    name = call.target if isinstance(call.target, str) else getattr(call.target, "__name__", "")
+    overloads = [call.target] if isinstance(call.target, torch._ops.OpOverload) else []
+    if isinstance(call.target, torch._ops.OpOverloadPacket):
+        overloads = [getattr(call.target, overload) for overload in call.target.overloads()]
+    in_place = (name.endswith("_") and not name.endswith("__")) or call.target is operator.setitem
+    if in_place and call.args and isinstance(call.args[0], fx.Node):
+        return [call.args[0]]
+    others = in_place or {"out", "inplace"} & call.kwargs.keys()
+    others = others or any(op._schema.is_mutable and op._overloadname != "out" for op in overloads)
+    return call.all_input_nodes if others else []
+
+
 class StepGraph:
     """The calls of a step as code, which runs for other ids.
 
@@ -140,7 +178,9 @@ class StepGraph:
     def __init__(self, calls: Calls) -> None:
         self._calls, self.inputs = calls, [tensor for tensor, _ in calls.inputs[1:]]
         self._graph, self._seen = calls.graph()
-        code = self._graph.python_code("self")  # a GraphModule would leave a copy in caches that are never emptied
+        code = _without_twins(calls.graph()[0]).python_code(
+            "self"
+        )  # a GraphModule would leave a copy in caches that are never emptied
         names = dict(code.globals)
         exec(compile(code.src, "<recorded step>", "exec"), names)
         self._code: Callable[..., Any] = names["forward"]
