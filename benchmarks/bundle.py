@@ -125,11 +125,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         table[way] = {"lengths": by_length}
         if way in peak:
             table[way]["peak_bytes"] = peak[way]
-    return {
-        **subject.label(),
-        "ways": table,
-        "peer": None if other is None else other.about,
-    }
+    return {**subject.label(), "ways": table, "peer": None if other is None else other.about}
 
 
 def _rows(result: Result) -> list[dict[str, Any]]:

@@ -47,10 +47,8 @@ def _body(server: Server, request: Request) -> dict[str, Any]:
 
 
 def load(server: Server, requests: Sequence[Request], clients: int) -> Load:
-    """Send all ``requests``, by so many clients at once; streamed.
-
-    Raises:
-        PeerError: an answer is an error or has another length.
+    """Send all ``requests``, by so many clients at once; streamed. Raises PeerError: an answer is an error or has
+    another length.
     """
     return asyncio.run(_load(server, requests, clients))
 
@@ -93,10 +91,8 @@ async def _streamed(http: Any, server: Server, request: Request) -> Answered:
 
 
 def check(server: Server, requests: Sequence[Request]) -> None:
-    """Check that the server counts the tokens of ``requests`` as :class:`Request` does.
-
-    Raises:
-        PeerError: it counts other tokens.
+    """Check that the server counts the tokens of ``requests`` as :class:`Request` does. Raises PeerError: it counts
+    other tokens.
     """
     import httpx
 

@@ -113,11 +113,7 @@ def batches(results: Results) -> Drawing:
     )
 
 
-DRAWINGS: dict[str, Callable[[Results], Drawing]] = {
-    "memory": memory,
-    "active": active,
-    "batches": batches,
-}
+DRAWINGS: dict[str, Callable[[Results], Drawing]] = {"memory": memory, "active": active, "batches": batches}
 
 
 def _named(results: Results, start: str, wanted: Callable[[Mapping[str, Any]], bool]) -> dict[str, Mapping[str, Any]]:
@@ -135,10 +131,8 @@ def _point(x: float | str, of: Mapping[str, Any], whose: str = "") -> Point:
 
 
 def draw(target: str | Path, results: str | Path = RESULTS) -> list[Path]:
-    """Write ``NAME.svg`` of every drawing into the folder ``target``; returns their paths.
-
-    Raises:
-        LibraryMissingError: no matplotlib. ArtifactError: a result that a drawing needs is missing or damaged.
+    """Write ``NAME.svg`` of every drawing into the folder ``target``; returns their paths. Raises LibraryMissingError:
+    no matplotlib. ArtifactError: a result that a drawing needs is missing or damaged.
     """
     found, written = read(results), []
     for name, make in DRAWINGS.items():

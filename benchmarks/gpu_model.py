@@ -100,10 +100,7 @@ def _summaries(
     for way, every in samples.items():
         values, mine = every[2:], samples[ours][2:]
         same = sum(said[way, i] == said[ours, i] for i in range(len(every)))
-        ways[way] = {
-            **summary({"ms": values, "ours_over": ratios(values, mine)}),
-            "same": same,
-        }
+        ways[way] = {**summary({"ms": values, "ours_over": ratios(values, mine)}), "same": same}
     return ways
 
 

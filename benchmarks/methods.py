@@ -90,11 +90,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 chosen = replace(config, **WEIGHTS[form])
                 model = torch_pi2.optimize(make(), calibration, chosen, stats=stats, predictors=fitted, **given)
                 cases.append({"method": name, "weights": form} | _everywhere(model, tokenizer, ids_NT, wanted))
-    return {
-        "synthetic": getattr(dense.config, "torch_pi2_synthetic", False),
-        "tokens": ids_NT.numel(),
-        "cases": cases,
-    }
+    return {"synthetic": getattr(dense.config, "torch_pi2_synthetic", False), "tokens": ids_NT.numel(), "cases": cases}
 
 
 def _everywhere(model: nn.Module, tokenizer: Any, ids_NT: torch.Tensor, wanted: list[torch.Tensor]) -> dict[str, Any]:

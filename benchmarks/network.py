@@ -18,9 +18,7 @@ class NetworkError(Pi2Error):
 
 class Network:
     """``ranks`` namespaces on one bridge, each of which sends ``mbit`` Mbit/s at most (None: as fast as it goes).
-
-    Raises:
-        NetworkError: no permission, or no ``ip`` and ``tc``.
+    Raises NetworkError: no permission, or no ``ip`` and ``tc``.
     """
 
     def __init__(self, ranks: int, mbit: float | None = None) -> None:

@@ -92,10 +92,7 @@ class Peer:
         answer: dict[str, Any] = json.loads(line)
         if "missing" in answer:
             raise LibraryMissingError(
-                answer["missing"],
-                expected="an installed package",
-                found=answer["error"],
-                fix=how_to_install("bench"),
+                answer["missing"], expected="an installed package", found=answer["error"], fix=how_to_install("bench")
             )
         if "error" in answer:
             raise PeerError(

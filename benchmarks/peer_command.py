@@ -23,10 +23,8 @@ _SHOWN = 80
 
 
 def program(command: str) -> list[str]:
-    """Words of ``command``, a program and perhaps options of its own.
-
-    Raises:
-        ConfigError: it is no command line, or there is no such program.
+    """Words of ``command``, a program and perhaps options of its own. Raises ConfigError: it is no command line, or
+    there is no such program.
     """
     try:
         words = shlex.split(command)
@@ -68,11 +66,7 @@ class CommandPeer:
         self.about: dict[str, Any] = {}
 
     def round(self, prompt: int, tokens: int, _one: int = 1) -> dict[str, Any]:
-        """As of :class:`benchmarks.peer.Peer`.
-
-        Raises:
-            PeerError: it failed, or printed something else than llama-bench.
-        """
+        """As of :class:`benchmarks.peer.Peer`. Raises PeerError: it failed, or printed not what llama-bench does."""
         sizes = {"-t": self._threads, "-p": prompt, "-n": tokens, "-r": 1}
         words = [*self._words, "-m", str(self._file), *(str(w) for pair in sizes.items() for w in pair), "-o", "json"]
         with (

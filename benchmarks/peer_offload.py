@@ -62,12 +62,7 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
     )
     pieces = settings.get("chunk_tokens", 0)
     store, budget = model.torch_pi2.store, model.torch_pi2.budget
-    decoder = Decoder(
-        model,
-        max_tokens=settings["context"],
-        compiled=settings["compiled"],
-        chunk_tokens=pieces,
-    )
+    decoder = Decoder(model, max_tokens=settings["context"], compiled=settings["compiled"], chunk_tokens=pieces)
     vocabulary = model.get_input_embeddings().num_embeddings
     generator = torch.Generator().manual_seed(settings["seed"])
     stream = TokenStream(vocabulary, topics=settings["topics"], generator=generator)

@@ -114,9 +114,7 @@ def llama(gguf: Path, *, threads: int, context: int) -> Server:
     """llama-cpp-python's own server. It answers one request at a time, and reuses the prefix of the one before.
 
     Unlike its defaults, it computes logits of the last token alone, and a new request does not end the current one.
-
-    Raises:
-        LibraryMissingError: llama-cpp-python, or its extra ``server``, is not installed.
+    Raises LibraryMissingError: llama-cpp-python, or its extra ``server``, is not installed.
     """
     for package in ("llama_cpp", "sse_starlette"):
         if importlib.util.find_spec(package) is None:

@@ -51,13 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--folder", type=Path, required=True, metavar="DIR", help="a store (torch-pi2 pack)")
     add("--shards", type=Path, required=True, metavar="DIR", help="its shards (torch-pi2 pack DIR OUT --ranks N)")
     add("--stages", type=Path, metavar="DIR", help="as many that have whole layers (--by layers)")
-    add(
-        "--ffn-in-memory",
-        type=float,
-        default=0.5,
-        metavar="SHARE",
-        help="of the neurons' bytes, in each process",
-    )
+    add("--ffn-in-memory", type=float, default=0.5, metavar="SHARE", help="of the neurons' bytes, in each process")
     add(
         "--links",
         type=list_of(str),
@@ -67,13 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--reductions", type=names_of(REDUCTIONS), default=[*REDUCTIONS], metavar="NAMES", help="default: chunks,ranks")
     add("--prompt", type=common.positive, default=_PROMPT, metavar="N", help="tokens of a prompt that is timed, too")
-    add(
-        "--chunk-tokens",
-        type=common.positive,
-        default=0,
-        metavar="N",
-        help="of its pieces (default: by budget)",
-    )
+    add("--chunk-tokens", type=common.positive, default=0, metavar="N", help="of its pieces (default: by budget)")
     add_lengths(parser, 0, 24, 2)
     add(
         "--core-share",
@@ -131,11 +119,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for link in args.links:
         for way in ways:
-            group = {
-                "ranks": ranks,
-                "reduction": way.way if way.way in REDUCTIONS else REDUCTIONS[0],
-                "port": _PORT,
-            }
+            group = {"ranks": ranks, "reduction": way.way if way.way in REDUCTIONS else REDUCTIONS[0], "port": _PORT}
             each = [
                 settings | {"folder": str(path), "group": group | {"rank": rank}}
                 for rank, path in sorted(shards_in(way.folder).items())

@@ -20,10 +20,8 @@ _LETTERS = ["Ġ", "Ċ", *string.ascii_letters, *string.digits, *string.punctuati
 
 
 def vocabulary(size: int) -> list[str]:
-    """Tokens in the notation of byte-level tokenizers (a space is a G with a dot).
-
-    Raises:
-        ConfigError: fewer than letters need.
+    """Tokens in the notation of byte-level tokenizers (a space is a G with a dot). Raises ConfigError: fewer than
+    letters need.
     """
     fixed = [END, *_LETTERS, *("".join(pair) for pair in MERGES)]
     if size < len(fixed):

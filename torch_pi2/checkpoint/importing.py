@@ -22,7 +22,7 @@ from torch_pi2.base.tensorfile import TensorWriter
 from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.checkpoint.foreign import QuantizedCheckpoint
 from torch_pi2.checkpoint.quantize import copy_small_files, new_plan, other_linears
-from torch_pi2.checkpoint.stored import PackedSource, Stored, bound_plan, refs_of
+from torch_pi2.checkpoint.stored import PackedSource, Stored, bound_plan
 from torch_pi2.checkpoint.weights_writer import Quantizer, QuantizeReport, row_chunks, update_digest
 from torch_pi2.errors import UnsupportedModelError, check_choice
 from torch_pi2.formats import IMPORT_NEURONS, PAIRS, QUANTIZED, formats_of
@@ -194,10 +194,8 @@ class _Importer(Quantizer):
         return ", ".join(dict.fromkeys(self._format_of(layer.site) for layer in self._layers)) or self._kind
 
     def _kept_format(self, site: FFNSite) -> str | None:
-        """The format, or pair of formats, that keeps the rows of gate and up, and of down if possible. None: there is
-        none, or it is int8, which :meth:`_bits` decides.
-        """
-        refs = refs_of(site)
+        """Format or pair that keeps rows of gate, up and perhaps down; None: none, or int8 (see :meth:`_bits`)."""
+        refs = site.refs.items()
         if any(ref.transposed and ref.expert is None for role, ref in refs if role != "down"):
             return None
         packed = {role: self._packed.packed(self._name_of(site, ref, role)) for role, ref in refs}
@@ -209,7 +207,9 @@ class _Importer(Quantizer):
 
     def _bits(self) -> float:
         """Bits per weight of feed-forward layers in the checkpoint; 0 if it has none."""
-        names = [self._name_of(layer.site, ref, role) for layer in self._layers for role, ref in refs_of(layer.site)]
+        names = [
+            self._name_of(layer.site, ref, role) for layer in self._layers for role, ref in layer.site.refs.items()
+        ]
         packed = [self._packed.packed(name) for name in names]
         return sum(16.0 if one is None else one.bits for one in packed) / max(1, len(packed))
 

@@ -18,7 +18,7 @@ from torch_pi2.base.offloaded import OffloadedParameter
 from torch_pi2.base.progress import bar
 from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.base.units import parse_bytes
-from torch_pi2.checkpoint.stored import bound_plan, refs_of
+from torch_pi2.checkpoint.stored import bound_plan
 from torch_pi2.distributed.pipeline_parallel import remove_other_blocks
 from torch_pi2.errors import ArtifactError, ConfigError, UnsupportedModelError
 from torch_pi2.formats import ACTIVATIONS, FLOAT, QUANTIZED, formats_of
@@ -266,8 +266,7 @@ def load_sparse(
         kind = next(model.parameters()).dtype
         check_computed(f"dtype of {folder}", kind)
         groups = places(model)
-        refs = [ref for layer in plan.layers for _, ref in refs_of(layer.site)]
-        ours = {name for ref in refs for name in (ref.weight, ref.bias) if name}
+        ours = {name for layer in plan.layers for name in layer.site.parameter_names}
         embeddings: dict[str, torch.Tensor] = {}
         for name, width in weights.embeddings.items():
             ours.add(f"{name}.weight")

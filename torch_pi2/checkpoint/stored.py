@@ -27,16 +27,10 @@ from torch_pi2.rewrite.strategies import log_skipped
 from torch_pi2.store.folder import check_float, read_config
 from torch_pi2.store.source import Checkpoint, ExpertMatrix, Source, stored_name, wrong_shape
 from torch_pi2.types.plan import LayerPlan, Plan
-from torch_pi2.types.site import FFNSite, LinearRef
+from torch_pi2.types.site import FFNSite
 
 #: Smaller tensors are read into memory, and converted to the model's dtype.
 _SMALL_BYTES = 1 << 20
-
-
-def refs_of(site: FFNSite) -> list[tuple[str, LinearRef]]:
-    """Role and reference of the site's matrices, in the row order of a neuron."""
-    gate = [] if site.gate is None else [("gate", site.gate)]
-    return [*gate, ("up", site.up), ("down", site.down)]
 
 
 def bound_plan(plan: Plan, strategies: Mapping[str, str], dense: Mapping[str, str], model_hash: str) -> Plan:
@@ -134,7 +128,7 @@ class Stored:
 
     def _check_site(self, site: FFNSite) -> None:
         """Raises ArtifactError or DtypeError: the checkpoint's tensors do not fit ``site``."""
-        for role, ref in refs_of(site):
+        for role, ref in site.refs.items():
             if ref.expert is not None:
                 found = ExpertMatrix(self.checkpoint, site, ref, role)
                 if not found.fits:
@@ -150,8 +144,7 @@ class Stored:
     def _try(self, group: list[LayerPlan], lazy: bool) -> str | UnsupportedModelError:
         """How a layer, or all experts of a module, can be replaced, or why not; tried with random weights."""
         site = group[0].site
-        names = {name for _, ref in refs_of(site) for name in (ref.weight, ref.bias) if name}
-        empty = {name: self.model.get_parameter(name) for name in sorted(names)}
+        empty = {name: self.model.get_parameter(name) for name in sorted({*site.parameter_names})}
         generator = torch.Generator().manual_seed(0)
         try:
             for name, parameter in empty.items():

@@ -24,7 +24,6 @@ from torch_pi2.base.files import replacing_folder
 from torch_pi2.base.modules import fresh_settings
 from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.checkpoint.card import keep_card
-from torch_pi2.checkpoint.stored import refs_of
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import FLOATS, QUANTIZED, row_bytes
 from torch_pi2.graph.experts import expert_sites
@@ -173,7 +172,7 @@ class _Writer:
 
     def write(self, folder: Path) -> None:
         sites = self.sites()
-        in_sites = {ref.weight for site in sites for _, ref in refs_of(site)}
+        in_sites = {ref.weight for site in sites for ref in site.refs.values()}
         linears = {
             name: module
             for name, module in self._model.named_modules()

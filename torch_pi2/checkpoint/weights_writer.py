@@ -13,7 +13,7 @@ import torch
 
 from torch_pi2.base.dtypes import DTYPES, dtype_name
 from torch_pi2.base.tensorfile import Spec, TensorWriter
-from torch_pi2.checkpoint.stored import Stored, refs_of
+from torch_pi2.checkpoint.stored import Stored
 from torch_pi2.errors import NonFiniteError, check_made_from
 from torch_pi2.fitting.gptq_model import neuron_key
 from torch_pi2.formats import FLOATS, row_bytes
@@ -84,8 +84,7 @@ class Quantizer:
         self._checkpoint, self._plan, self._kind, self._linears = stored.checkpoint, plan, kind, linears
         self._formats, self._embeddings, self._strategies, self._given = formats, embeddings, strategies, rows
         self._layers = [layer for layer in plan.layers if layer.site.key in strategies]
-        refs = [ref for layer in self._layers for _, ref in refs_of(layer.site)]
-        in_sites = {name for ref in refs for name in (ref.weight, ref.bias) if name}
+        in_sites = {name for layer in self._layers for name in layer.site.parameter_names}
         self._of, self._stored, named = stored, stored.name, stored.model.get_submodule
         biases = {f"{name}.bias" for name in linears if getattr(named(name), "bias", None) is not None}
         elsewhere = in_sites | biases | {f"{name}.weight" for name in (*linears, *embeddings)}
@@ -130,9 +129,9 @@ class Quantizer:
                 if layer.site.key in self._strategies:
                     report.errors[layer.site.key] = self._write_site(layer, out, digest)
                 else:  # the hash covers dense layers too, as when the model is rewritten in memory
-                    for role, ref in refs_of(layer.site):
+                    for role, ref in layer.site.refs.items():
                         update_digest(digest, self._matrix(layer.site, ref, role))
-                    for _, ref in refs_of(layer.site):
+                    for ref in layer.site.refs.values():
                         if ref.bias is not None:
                             update_digest(digest, ref.take_bias(self._checkpoint.read(self._stored(ref.bias))))
             found = digest.hexdigest()
@@ -178,7 +177,7 @@ class Quantizer:
         for first in range(0, site.intermediate, group):
             neurons = order[first : first + group]
             neuron_rows = self._scratch(Spec((len(neurons), *spec.shape[1:]), torch.uint8))
-            for row, (role, ref) in enumerate(refs_of(site)):
+            for row, (role, ref) in enumerate(site.refs.items()):
                 matrix = self._matrix(site, ref, role)
                 if first == 0:
                     update_digest(digest, matrix)
@@ -193,7 +192,7 @@ class Quantizer:
                     rows[start : start + step] = made
                 del matrix, by_neuron
             out.write(f"{site.key}.bundles", neuron_rows, row=first)
-        for role, ref in refs_of(site):
+        for role, ref in site.refs.items():
             if ref.bias is not None:
                 bias = ref.take_bias(self._checkpoint.read(self._stored(ref.bias)))
                 update_digest(digest, bias)

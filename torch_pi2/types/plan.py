@@ -29,7 +29,7 @@ from torch_pi2.base.files import atomic_write, json_text, parse_json
 from torch_pi2.base.memory import let_go
 from torch_pi2.base.reading import read_bytes
 from torch_pi2.base.tensorfile import Spec, packed, read_tensors
-from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
+from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError, check_made_from
 from torch_pi2.types.method import METHODS, PREDICTED
 from torch_pi2.types.offload import OffloadConfig
 from torch_pi2.types.site import FFNSite
@@ -38,7 +38,7 @@ from torch_pi2.types.site import FFNSite
 PLAN_VERSION, _WITH_THRESHOLDS = 2, 3
 _VERSIONS = (1, _WITH_THRESHOLDS, PLAN_VERSION)
 
-_FIX = "Make the plan again."
+_FIX, _OTHER = "Make the plan again.", "The two files are from different plans; make the plan again."
 
 
 @dataclass
@@ -84,9 +84,7 @@ class Plan:
     _model: weakref.ref[nn.Module] | None = field(default=None, init=False, repr=False, compare=False)
 
     def bind(self, model: nn.Module) -> Plan:
-        """Remember ``model`` (weakly); returns the plan itself. Raises StaleArtifactError: ``model`` has other FFN
-        weights.
-        """
+        """Remember ``model`` (weakly); returns itself. Raises StaleArtifactError: ``model`` has other FFN weights."""
         self.check_model(model)
         self._model = weakref.ref(model)
         return self
@@ -170,15 +168,12 @@ class Plan:
         text = read_bytes(where)
         orders, meta = read_tensors(Path(folder) / "plan.safetensors")
         plan = Plan.from_json(text, orders, str(where), beside)
-        if meta.get("model_hash") != plan.model_hash:
-            raise _other_plan(beside, f"model hash {plan.model_hash}", str(meta.get("model_hash")))
+        check_made_from(beside, str(meta.get("model_hash")), plan.model_hash, "model hash", _OTHER)
         return plan
 
     @staticmethod
     def from_json(text: str | bytes, orders: dict[str, torch.Tensor], where: str, beside: str = "") -> Plan:
-        """Inverse of :meth:`to_json` and :attr:`orders`, from the files ``where`` and ``beside`` (default: ``where``).
-        Raises as :meth:`load`.
-        """
+        """Inverse of :meth:`to_json` and :attr:`orders`, from ``where`` and ``beside``. Raises as :meth:`load`."""
         beside = beside or where
         found = Field(parse_json(text, where, "torch_pi2.plan", *_VERSIONS), where, _FIX)
         model_hash, made_by = found.at("model_hash").text(), found.at("made_by").names(allowed=None)
@@ -186,8 +181,7 @@ class Plan:
         if len({layer.site.key for layer in layers}) < len(layers):
             found.at("layers").wrong("layers of different keys", "one twice")
         wanted = found.at("orders_hash").text()
-        if wanted != _orders_hash(orders):
-            raise _other_plan(beside, f"neuron orders {wanted}", _orders_hash(orders))
+        check_made_from(beside, _orders_hash(orders), wanted, "neuron orders", _OTHER)
         hardware = found.at("hardware", None).value
         sizes = [(layer.site.key, layer.n_hot, layer.site.intermediate) for layer in layers]
         read = None if hardware is None else HardwarePlan.from_json(hardware, sizes, where)
@@ -206,16 +200,6 @@ def _orders_hash(orders: dict[str, torch.Tensor]) -> str:
     for name in sorted(orders):
         digest.update(name.encode() + orders[name].contiguous().numpy().tobytes())
     return digest.hexdigest()
-
-
-def _other_plan(beside: str, expected: str, found: str) -> StaleArtifactError:
-    what, _, value = expected.rpartition(" ")
-    return StaleArtifactError(
-        beside,
-        expected=f"{what} {value[:12]} as in plan.json",
-        found=found[:12],
-        fix="The two files are from different plans; make the plan again.",
-    )
 
 
 def _read_layer(entry: Field, orders: dict[str, torch.Tensor], beside: str) -> LayerPlan:
@@ -351,9 +335,7 @@ class HardwarePlan:
 
     @staticmethod
     def from_json(data: Any, layers: Sequence[tuple[str, int, int]], where: str) -> HardwarePlan:
-        """Inverse of :meth:`to_json`; ``layers``: key, ``n_hot`` and number of neurons of each layer. Raises
-        ArtifactError: a missing or invalid field, or counts that a layer does not allow.
-        """
+        """Inverse of :meth:`to_json`; ``layers``: key, ``n_hot``, neurons. Raises ArtifactError: wrong fields."""
         if isinstance(data, dict):  # older plans have "passes", and "chunk_tokens" for prompts
             data = {name: value for name, value in data.items() if name != "passes"}
             if isinstance(data.get("prompt"), dict):
