@@ -163,7 +163,7 @@ def _written_by(call: fx.Node) -> list[fx.Node]:
     in_place = (name.endswith("_") and not name.endswith("__")) or call.target is operator.setitem
     if in_place and call.args and isinstance(call.args[0], fx.Node):
         return [call.args[0]]
-    others = in_place or {"out", "inplace"} & call.kwargs.keys()
+    others = in_place or bool({"out", "inplace"} & call.kwargs.keys())
     others = others or any(op._schema.is_mutable and op._overloadname != "out" for op in overloads)
     return call.all_input_nodes if others else []
 
