@@ -53,6 +53,15 @@ def test_too_much_is_said_with_its_shape() -> None:
         new_tensor((1 << 46,), torch.bfloat16)
 
 
+def test_no_memory_for_a_small_tensor_is_the_same_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def empty(*_: object, **__: object) -> None:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(torch, "empty", empty)
+    with pytest.raises(MemoryError, match=r"24 bytes for a tensor of \[2, 3\]: Cannot allocate memory"):
+        new_tensor((2, 3), torch.float32)
+
+
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists(), reason="no huge pages here")
 def test_the_system_gives_huge_pages_where_it_has_them() -> None:
     if "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():

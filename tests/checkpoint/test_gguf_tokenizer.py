@@ -122,6 +122,14 @@ def test_ids(tmp_path: Path, prefix: bool | None) -> None:
             assert tokenizer.decode(wanted, skip_special_tokens=True) == text.replace("\u2581", " ")
 
 
+def test_a_token_that_is_there_twice(tmp_path: Path) -> None:
+    """A byte was changed: one of the two would have no text."""
+    path = Path(__file__).parents[1] / "data" / "gguf" / "tiny-llama.q4_k_m.gguf"
+    (tmp_path / "a.gguf").write_bytes(path.read_bytes().replace(b"[PAD314]", b"[PAD313]"))
+    with GgufFile(tmp_path / "a.gguf") as file:
+        assert "the token '[PAD313]' is in its vocabulary twice" in write_tokenizer(file, tmp_path)
+
+
 @pytest.mark.parametrize("said", [0xFFFFFFFF, 5000])
 def test_tokens_that_are_none(tmp_path: Path, said: int) -> None:
     """As some converters write what a model has not; llama.cpp leaves them out."""

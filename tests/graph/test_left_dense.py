@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from rewriting import close
 from tiny_models import HIDDEN, INTERMEDIATE, VOCAB, FunctionalBlock, plain, tiny
 from torch import nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import torch_pi2
-from torch_pi2.errors import NoFFNFoundError, UnsupportedModelError
+from torch_pi2.errors import ConfigError, NoFFNFoundError, UnsupportedModelError
 from torch_pi2.graph.experts import all_experts
 from torch_pi2.graph.find import search
 from torch_pi2.types.config import Config
@@ -291,6 +293,23 @@ def test_torchao_weights_are_named() -> None:
     )
     with pytest.raises(NoFFNFoundError, match=reason):
         torch_pi2.optimize(model, IDS_NT, EXACT)
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_weights_that_fsdp_has_divided(each: bool) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        policy = ModuleWrapPolicy({LlamaDecoderLayer}) if each else None
+        how = {"auto_wrap_policy": policy, "device_id": torch.device("cpu"), "use_orig_params": True}
+        model = FullyShardedDataParallel(tiny("llama-relu"), **how)
+        for of in (model, model.module) if each else (model,):
+            with pytest.raises(ConfigError, match="expected whole weights, found those that FullyShardedDataPar"):
+                torch_pi2.optimize(of)
+    finally:
+        dist.destroy_process_group()
 
 
 def attention_of_torchao() -> nn.Module:

@@ -7,8 +7,10 @@ use.
 from __future__ import annotations
 
 import ctypes
+import errno
 import math
 import mmap
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -33,12 +35,12 @@ def new_tensor(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
     shape = tuple(shape)
     count = math.prod(shape)
     nbytes = count * dtype.itemsize
-    if nbytes < HUGE_PAGE_BYTES:
-        return torch.empty(shape, dtype=dtype)
     try:
+        if nbytes < HUGE_PAGE_BYTES:
+            return torch.empty(shape, dtype=dtype)
         mapped = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise MemoryError(f"{nbytes} bytes for a tensor of {list(shape)}: {error.strerror}") from None
+    except (OSError, RuntimeError):  # RuntimeError: of PyTorch's allocator
+        raise MemoryError(f"{nbytes} bytes for a tensor of {list(shape)}: {os.strerror(errno.ENOMEM)}") from None
     with suppress(OSError):  # not supported
         mapped.madvise(mmap.MADV_HUGEPAGE)
     at = -torch.frombuffer(mapped, dtype=torch.uint8).data_ptr() % HUGE_PAGE_BYTES

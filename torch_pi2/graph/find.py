@@ -29,6 +29,7 @@ from torch_pi2.ops.activations import ACTIVATIONS, scaled
 from torch_pi2.types.site import ExpertsForm, FFNSite
 
 _log = logging.getLogger("torch_pi2")
+_FSDP = "FullyShardedDataParallel"
 
 #: id of a parameter -> all its fully-qualified names, first registered first.
 Names = Mapping[int, Sequence[str]]
@@ -101,6 +102,9 @@ def search(
         fix = "Take the float model; torch_pi2.load_dense(folder) makes one of a quantised folder."
         quantised = f"{count} matrices that torch_pi2 has quantised"
         argument(model, type(model).__name__, fix).wrong("float weights", quantised)
+    if any(type(m).__name__ == _FSDP or (type(m) is nn.Linear and m.weight.dim() != 2) for m in model.modules()):
+        fix = "Load what its state_dict gives, of all processes, into a model that is not wrapped, and take that."
+        argument(model, type(model).__name__, fix).wrong("whole weights", f"those that {_FSDP} has divided")
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch_pi2.base.fields import shown
 from torch_pi2.store.gguf import GgufFile
+from torch_pi2.store.trust import is_panic
 
 #: ``tokenizer.ggml.pre`` of byte-level vocabularies with GPT-2's pre-tokenizer.
 _GPT2 = "gpt-2"
@@ -53,7 +54,9 @@ def write_tokenizer(file: GgufFile, folder: Path) -> str:
         if model == "llama" and not arch.startswith("gemma"):
             _as_llama_cpp_splits(made, file.metadata.get("tokenizer.ggml.add_space_prefix") is not False)
         PreTrainedTokenizerFast(tokenizer_object=made, **about).save_pretrained(folder)
-    except Exception as error:  # transformers and tokenizers raise many types
+    except BaseException as error:  # transformers and tokenizers raise many types
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         return f"transformers cannot read it: {' '.join(str(error).split())[:200]}"
     return ""
 
@@ -88,6 +91,8 @@ def _byte_level(tokens: Sequence[str], kinds: Sequence[int], merges: Sequence[st
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     ids = {token: index for index, token in enumerate(tokens)}
+    if twice := next((token for index, token in enumerate(tokens) if ids[token] != index), None):
+        raise ValueError(f"the token {shown(twice)} is in its vocabulary twice")
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     made = Tokenizer(models.BPE(ids, pairs, ignore_merges=pre in _LIKE_LLAMA3))
     split = _splits().get(pre)
