@@ -71,7 +71,7 @@ def test_what_is_nothing_of_ours(command: Command, kinds: dict[str, Path], verb:
 
 def test_what_has_no_dense_weights_and_what_is_no_folder(command: Command, kinds: dict[str, Path]) -> None:
     ran = command("generate", kinds["store"], "--dense", "--prompt", "x", ok=False)
-    assert f"dense model of {kinds['store']}: expected a folder with dense weights" in ran.err
+    assert f"dense model of {kinds['store']}: expected a folder with float weights" in ran.err
     ran = command("generate", kinds["missing"], "--prompt", "x", ok=False)
     assert "found no such folder, and no model of that name that was fetched before" in ran.err
 

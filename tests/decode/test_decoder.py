@@ -456,3 +456,26 @@ def test_a_model_that_was_converted_needs_another_decoder() -> None:
     model.to(torch.bfloat16)
     with pytest.raises(DtypeError, match="Make another Decoder after converting"):
         decoder.prompt(PROMPT_BT)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("began", [True, False])
+@torch.no_grad()
+def test_autocast_stays_as_it_was_in_the_first_prompt(recorded: bool, began: bool) -> None:
+    """Recorded steps would go on without heeding it."""
+    decoder = Decoder(torch_pi2.optimize(tiny("llama-relu")), max_tokens=32, recorded=recorded)
+
+    def autocast(enabled: bool) -> torch.autocast:
+        return torch.autocast("cpu", torch.bfloat16, enabled=enabled)
+
+    with autocast(began):
+        token = decoder.prompt(PROMPT_BT)
+        for _ in range(12):
+            token = decoder.step(token)
+    other = r"expected (torch\.autocast|float32|bfloat16).*, as in the first prompt.*Keep torch\.autocast"
+    with autocast(not began), pytest.raises(DtypeError, match=other):
+        decoder.step(token)
+    with autocast(began):
+        decoder.step(token)
+    with autocast(not began), pytest.raises(DtypeError, match=other):
+        decoder.prompt(PROMPT_BT)

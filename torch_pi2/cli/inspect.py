@@ -251,7 +251,7 @@ def _render_folder(result: dict[str, Any]) -> str:
 
 def _without_verdict(result: dict[str, Any]) -> str:
     """What a model is that nobody has measured, and what to do with it."""
-    if "model" not in result["contains"]:
+    if "model" not in result["contains"] or "folder" not in result:  # or optimize --no-verdict has just made it
         return ""
     known = "not measured"
     if {layer.get("method") for layer in result["layers"]} <= {"dense"}:

@@ -30,7 +30,7 @@ from torch_pi2.decode.chunked_prefill import (
     takes_several_lengths,
 )
 from torch_pi2.decode.guards import Guards
-from torch_pi2.decode.kv_cache import KeyValues, cache_name
+from torch_pi2.decode.kv_cache import KeyValues, cache_name, of_another_dtype
 from torch_pi2.decode.plan_controller import controller_of
 from torch_pi2.decode.sequence import not_finite
 from torch_pi2.decode.step_graph import Forward, GraphRunner, StepGraph, captured, on_device, record, repeat
@@ -197,6 +197,7 @@ class Decoder:
         #: Compiled and recorded steps, by number of sequences, number of tokens, and whether it is a verifying pass.
         self._compiled_steps: dict[tuple[int, int, bool], Forward] = {}
         self._runners: dict[tuple[int, int, bool], GraphRunner] = {}
+        self._autocast = False  # as of the last prompt
         self._guards, self._compiles = Guards(any_code=recorded is True), self.compiled
         #: The row whose prompt :meth:`add` is reading, and its chunks.
         self._adding: int | None = None
@@ -527,6 +528,8 @@ class Decoder:
             check_coordinated(group)
         ids_BT = ids_BT.to(self.device, torch.int64).contiguous()  # compiled code would not notice another layout
         self._announce_batch(self.batch)
+        if torch.is_autocast_enabled(self.device.type) != self._autocast:  # recorded steps would not heed it
+            raise of_another_dtype("torch.autocast " + ("on" if self._autocast else "off"), "the opposite")
         stable = self._compiled_steps or any(runner.is_stable for runner in self._runners.values())
         if stable and not self._guards.hold(self.model):
             self._forget()
@@ -716,6 +719,10 @@ class Decoder:
 
     def _forget_changed(self) -> None:
         """Another answer begins: drop recorded and compiled steps if the model or its code has changed."""
+        autocast = torch.is_autocast_enabled(self.device.type)
+        if autocast != self._autocast:
+            self._autocast = autocast
+            self._forget()
         retry = self._guards.unknown is not None
         if not self._guards.renew(self.model):
             self._forget()

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.fields import Field
-from torch_pi2.errors import OutOfMemoryError, UnsupportedModelError
+from torch_pi2.errors import DtypeError, OutOfMemoryError, UnsupportedModelError
 from torch_pi2.ops import load
 
 #: Maximum new tokens of a step: a failed one may have written this many beyond a row's length.
@@ -29,6 +30,16 @@ def cache_name(model: nn.Module) -> str:
 
 def cache_of(output: Any) -> Any:
     return output["cache"] if "cache" in output else output["past_key_values"]
+
+
+def of_another_dtype(expected: str, found: str) -> DtypeError:
+    fix = "Keep torch.autocast and the model's dtype until the answer ends, and make a new Decoder for another."
+    return DtypeError("keys and values", expected=f"{expected}, as in the first prompt", found=found, fix=fix)
+
+
+def check_dtype(before: torch.Tensor, new: torch.Tensor) -> None:
+    if new.dtype != before.dtype:
+        raise of_another_dtype(dtype_name(before.dtype), dtype_name(new.dtype))
 
 
 class LayerMemory:
@@ -94,8 +105,9 @@ class PromptLayer(_Layer):
             self._memory.allocate(key_states, value_states)
         before, self._tokens = self._tokens, self._tokens + key_states.shape[2]
         keys, values = (t[self._rows] for t in self._memory.tensors())
-        keys[:, :, before : self._tokens] = key_states
-        values[:, :, before : self._tokens] = value_states
+        for all_rows, states in ((keys, key_states), (values, value_states)):
+            check_dtype(all_rows, states)
+            all_rows[:, :, before : self._tokens] = states
         return keys[:, :, : self._tokens], values[:, :, : self._tokens]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -131,6 +143,7 @@ class StepLayer(_Layer):
         rows, new = key_states.shape[0], key_states.shape[2]
         at_BT = self._lengths_B[:, None] + torch.arange(new, device=key_states.device)
         for all_rows, states in ((self.keys, key_states), (self.values, value_states)):
+            check_dtype(all_rows, states)
             if rows == 1:
                 all_rows.index_copy_(2, at_BT[0], states)
             else:
