@@ -52,10 +52,12 @@ def fresh_settings() -> Iterator[None]:
         try:
             torch.set_default_dtype(torch.float32)
             torch.set_float32_matmul_precision("highest")
-            torch.use_deterministic_algorithms(False)
+            if deterministic:  # a call imports Inductor, which takes seconds
+                torch.use_deterministic_algorithms(False)
             yield
         finally:
-            torch.use_deterministic_algorithms(deterministic, warn_only=warns)
+            if deterministic != torch.are_deterministic_algorithms_enabled():
+                torch.use_deterministic_algorithms(deterministic, warn_only=warns)
             torch.set_float32_matmul_precision(precision)
             torch.set_default_dtype(dtype)
 

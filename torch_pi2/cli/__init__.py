@@ -65,6 +65,8 @@ _PLACES = {
     "synthetic": ("checkpoint", "Synthetic"),
     "run": ("generate", "Run"),
 }
+#: Verbs that load a model and compute nothing else.
+_GENERATING = ("generate", "chat", "serve")
 BuildParser = Callable[[], argparse.ArgumentParser]
 
 
@@ -92,7 +94,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(argv: Sequence[str], parser: BuildParser) -> tuple[dict[str, Any], str, TextIO | None]:
+def _run(argv: Sequence[str], parser: BuildParser, own_process: bool) -> tuple[dict[str, Any], str, TextIO | None]:
     """The result, its text or JSON, and the file to write it to."""
     for given in argv:
         argument(given, f"argument {shown(given)}", "Use UTF-8, or rename the file.").text(empty=True)
@@ -106,6 +108,10 @@ def _run(argv: Sequence[str], parser: BuildParser) -> tuple[dict[str, Any], str,
     ):
         import torch
 
+        if own_process and getattr(args, "verb", "") in _GENERATING:
+            from torch_pi2.cli.imports import import_transformers
+
+            import_transformers()
         import torch_pi2.api  # noqa: F401 (nearly all verbs use it)
         from torch_pi2.cli import folders
 
@@ -119,12 +125,12 @@ def _run(argv: Sequence[str], parser: BuildParser) -> tuple[dict[str, Any], str,
 
 def main(argv: Sequence[str] | None = None, parser: BuildParser = build_parser) -> int:
     """Run the command line ``argv`` (default: the process's) of ``parser`` and return its exit code."""
-    argv = sys.argv[1:] if argv is None else argv
+    own_process, argv = argv is None, sys.argv[1:] if argv is None else argv
     if sys.stderr is None:  # closed: print() would use standard output
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)
     try:
         try:
-            result, text, file = _run(argv, parser)
+            result, text, file = _run(argv, parser, own_process)
             emit(file, text + "\n")
             return 0 if result.get("ok", True) else 1
         except Pi2Error as error:

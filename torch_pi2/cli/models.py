@@ -227,15 +227,31 @@ def load_tokenizer(args: argparse.Namespace) -> Any:
     if folder.is_dir() and not has_tokenizer(folder):
         fix = "Copy those of its model there. Of a GGUF file torch-pi2 import says why there is none."
         raise ConfigError(f"tokenizer of {folder}", expected=expected, found="none", fix=fix)
-    settings = folder / "tokenizer_config.json"
+    settings, found = folder / "tokenizer_config.json", {}
     if settings.is_file():
-        parse(read_bytes(settings), settings, unique=False)  # transformers says less about a damaged one
+        found = parse(read_bytes(settings), settings, unique=False)  # transformers says less about a damaged one
     with _loading(args, "tokenizer of", expected):
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-        tokenizer = AutoTokenizer.from_pretrained(args.model, **_of_transformers(args))
+        how: dict[str, Any] = _of_transformers(args)
+        made_by: Any = AutoTokenizer
+        if _is_in_one_file(folder, found):  # else transformers parses it twice, the second time for its added tokens
+            made_by, how = PreTrainedTokenizerFast, how | {"added_tokens_decoder": {}}
+        tokenizer = made_by.from_pretrained(args.model, **how)
         tokenizer("a")  # raises for some damaged settings
         return tokenizer
+
+
+def _is_in_one_file(folder: Path, settings: Any) -> bool:
+    """Whether all tokens are in tokenizer.json, and a class reads it as it is: what our imports write."""
+    others = ("added_tokens.json", "special_tokens_map.json")
+    return (
+        isinstance(settings, dict)
+        and settings.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast")
+        and not settings.keys() & {"added_tokens_decoder", "auto_map"}
+        and (folder / "tokenizer.json").is_file()
+        and not any((folder / name).exists() for name in others)
+    )
 
 
 def load_calibration(args: argparse.Namespace) -> tuple[Config, nn.Module, Any, str]:

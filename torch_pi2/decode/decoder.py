@@ -168,7 +168,7 @@ class Decoder:
         chunk_tokens: int = 0,
     ) -> None:
         settings = {name: value for name, value in locals().items() if name not in ("self", "model")}
-        if not callable(backend):
+        if not callable(backend) and backend != "torch_pi2":  # listing them imports Dynamo
             argument(backend, "Decoder(backend)").text(torch._dynamo.list_backends(exclude_tags=()))
         if max_tokens < 2 or batch < 1:
             raise ConfigError(

@@ -134,7 +134,8 @@ class StepLayer(_Layer):
         self.keys, self.values = (t[: len(lengths_B)] for t in memory.tensors())
         self._lengths_B = lengths_B
         for tensor in (self.keys, self.values):
-            torch._dynamo.mark_static_address(tensor)
+            # as mark_static_address does, which would import Dynamo
+            tensor._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from torch_pi2.base.fields import checked
+from torch_pi2.base.uncompiled import uncompiled
 from torch_pi2.decode.broadcast import BROADCAST_CALLS, coordinator_of, group_of
 from torch_pi2.decode.decoder import Decoder, check_vocabulary
 from torch_pi2.distributed.coordinator import Call, Coordinator, follow
@@ -67,7 +68,7 @@ class _BroadcastModel:
         return _broadcast(coordinator, super().__call__, args, kwargs)  # type: ignore[misc]
 
 
-@torch.compiler.disable(reason="the call is broadcast to other processes, which do not compile it")
+@uncompiled(reason="the call is broadcast to other processes, which do not compile it")
 def _broadcast(coordinator: Coordinator, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     with coordinator.call(Call(_MODEL, None, args, kwargs, call_mode.sparse_only)):
         return call(*args, **kwargs)

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 
 from torch_pi2.base.offloaded import OffloadedParameter
@@ -191,6 +190,8 @@ class StepGraph:
 
     def compiled(self, backend: Callable[..., Any], ids_BT: torch.Tensor, model: nn.Module) -> Forward:
         """The graph compiled by ``backend`` of ``torch.compile``."""
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv  # with sympy: a second
+
         mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
         with mode:
             for node, ref in self._seen:

@@ -20,6 +20,7 @@ from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.offloaded import OffloadedParameter
 from torch_pi2.base.package import how_to_install
 from torch_pi2.base.progress import log_once
+from torch_pi2.base.uncompiled import uncompiled
 from torch_pi2.errors import DeviceError
 from torch_pi2.formats import has_two_formats
 from torch_pi2.ops.activations import check_plain
@@ -27,7 +28,7 @@ from torch_pi2.types.site import FFNSite
 
 #: The oldest compute capability that Triton supports (Volta).
 LEAST_CAPABILITY = (7, 0)
-#: Reason given to torch.compiler.disable.
+#: Why these layers are not compiled.
 _UNORDERED = "a layer is divided between a GPU and the CPU: a compiler sees no order between copies and computing"
 
 
@@ -197,7 +198,7 @@ class HybridFFN:
         self.cold = layer.part(n_gpu, intermediate) if n_gpu < intermediate else None
         self._followed: tuple[Any, ...] = ()
 
-    @torch.compiler.disable(reason=_UNORDERED)
+    @uncompiled(reason=_UNORDERED)
     def __call__(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
         """``layer(x)`` on the GPU; the parts' results are added in float32. Threads take turns."""
         self._follow(layer)
@@ -254,7 +255,7 @@ class HybridExperts:
         self._cold_E1 = torch.arange(experts + 1)
         self._cold_E1[list(there)] = experts
 
-    @torch.compiler.disable(reason=_UNORDERED)
+    @uncompiled(reason=_UNORDERED)
     def __call__(self, layer: Any, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
         """``layer(x, index, routing)`` on the GPU; the parts' results are added in float32. Threads take turns."""
         y: torch.Tensor

@@ -23,6 +23,8 @@ from torch_pi2.store.trust import how_to_trust, trusted
 _TRUST = "trust_remote_code"
 #: Tensors of at least this size are weights, read later; smaller ones (rotary frequencies) are computed.
 _LARGE = 1 << 10
+#: Modules of the functions that fill new weights.
+_INITIALISING = ("torch.nn.init", "transformers.initialization")
 
 
 class _LargeOnMeta(TorchFunctionMode):
@@ -32,6 +34,10 @@ class _LargeOnMeta(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if getattr(func, "__module__", "") in _INITIALISING:
+            tensor: torch.Tensor = kwargs["tensor"] if "tensor" in kwargs else args[0]
+            if tensor.is_meta:  # without values; the operators import Dynamo
+                return tensor
         if func in (torch.empty, torch.rand, torch.randn) and kwargs.get("device") is None:
             size = kwargs.get("size", args[0] if len(args) == 1 and not isinstance(args[0], int) else args)
             if all(isinstance(n, int) for n in size) and math.prod(size) >= _LARGE:
