@@ -43,3 +43,9 @@ def test_what_is_no_size_may_change(folder: Path, tmp_path: Path) -> None:
     """Epsilons, and other words for what it was."""
     other = changed(shutil.copytree(folder / "int8", tmp_path / "other"), hidden_act="swish", rms_norm_eps=1e-5)
     assert torch_pi2.load(other).config.rms_norm_eps == 1e-5
+
+
+def test_another_dtype_is_refused_with_what_to_undo(tmp_path: Path) -> None:
+    torch_pi2.save(torch_pi2.optimize(tiny("llama-relu")), tmp_path / "model")
+    with pytest.raises(StaleArtifactError, match=r"in bfloat16\. .*leave dtype out, and config\.json as it was"):
+        torch_pi2.load(changed(tmp_path / "model", dtype="bfloat16"))

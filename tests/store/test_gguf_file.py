@@ -78,6 +78,10 @@ ALIGNED = "general.alignment"
 WRONG = {
     "empty": (b"", "begins with"),
     "another magic": (b"GGML" + bytes(100), "begins with b'GGML'"),
+    "pointer": (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+        "a pointer of Git LFS in its place. Run git lfs pull",
+    ),
     "big endian": (b"GGUF\0\0\0\3" + bytes(100), "version 50331648"),
     "version 1": (header(version=1), "version 1"),
     "more tensors than bytes": (header(count=1 << 40), "tensors in the"),

@@ -214,11 +214,12 @@ class GgufFile(OpenFile):
     def _read_header(self) -> None:
         self.magic = self._take(min(4, self.size))
         if self.magic not in (MAGIC, _POWERINFER):
+            pointer = self.magic == b"vers"  # "version https://git-lfs..."
             raise ArtifactError(
                 str(self.path),
                 expected="a GGUF file",
-                found=f"one that begins with {self.magic!r}",
-                fix="Check the file's name.",
+                found="a pointer of Git LFS in its place" if pointer else f"one that begins with {self.magic!r}",
+                fix="Run git lfs pull there." if pointer else "Check the file's name.",
             )
         self.version = self._u32()
         if self.version not in (2, 3):

@@ -126,8 +126,8 @@ class Plan:
                 "plan",
                 expected=f"a model with FFN weights {self.model_hash[:12]}",
                 found=f"one with {found[:12]}, in {', '.join(dtypes)}",
-                fix="Load it in the dtype the plan was made in (leave dtype out), or make a new plan for this model "
-                "(torch_pi2.optimize, or torch-pi2 fit and plan).",
+                fix="Load it in the dtype the plan was made in (leave dtype out, and config.json as it was), or make a "
+                "new plan for this model (torch_pi2.optimize, or torch-pi2 fit and plan).",
             )
 
     @property
