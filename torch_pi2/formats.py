@@ -58,9 +58,7 @@ class Format:
         return self.bits + 8 * _SCALE_BYTES / GROUP if self.quantized else self.bits
 
     def row_bytes(self, columns: int) -> int:
-        """Bytes of a row of ``columns`` numbers; the last group of a quantised row is padded. Raises ShapeError:
-        partial blocks.
-        """
+        """Bytes of a row of ``columns`` numbers, padded to whole groups. Raises ShapeError: partial blocks."""
         if self.block:
             if columns % self.block:
                 raise ShapeError(
@@ -123,9 +121,7 @@ def formats_of(neurons: str) -> tuple[str, str]:
 
 
 def neuron_shape(neurons: str, rows: int, hidden: int) -> tuple[int, ...]:
-    """Shape in bytes of a neuron of ``rows`` rows of ``hidden`` numbers: ``[R, row bytes]``, or ``[bytes]`` for two
-    formats. Raises ShapeError: ``hidden`` is not a multiple of a format's block.
-    """
+    """Shape in bytes of a neuron: ``[R, row bytes]``; of two formats ``[bytes]``. Raises ShapeError: partial blocks."""
     first, down = formats_of(neurons)
     if has_two_formats(neurons):
         return ((rows - 1) * row_bytes(first, hidden) + row_bytes(down, hidden),)

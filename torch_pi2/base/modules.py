@@ -40,9 +40,7 @@ def evaluating(*roots: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def fresh_settings() -> Iterator[None]:
-    """Torch settings of a new process during the block: default dtype and device, gradients, inference mode, autocast,
-    precision of matrix products, determinism.
-    """
+    """Torch settings of a new process in the block: default dtype, device, gradients, autocast, precision, and more."""
     dtype, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
     deterministic, warns = (
         torch.are_deterministic_algorithms_enabled(),

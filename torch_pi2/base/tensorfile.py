@@ -509,9 +509,7 @@ def adding_checks(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def verifying(folder: Path) -> Iterator[None]:
-    """Compares ``model*.safetensors`` in ``folder`` with their checksums, if they have any, while the block reads them
-    by other means. Raises ArtifactError: a damaged header before the block, other damage after it.
-    """
+    """Compares ``model*.safetensors`` with checksums while the block reads them otherwise. Raises ArtifactError."""
     with ExitStack() as stack:
         readers = [stack.enter_context(TensorReader(path)) for path in folder.glob("model*.safetensors")]
         pool = stack.enter_context(ThreadPoolExecutor(1))

@@ -74,11 +74,9 @@ def render(result: dict[str, Any]) -> str:
 def describe(folder: Path, verify: bool = False, progress: bool = True) -> dict[str, Any]:
     """What ``folder`` contains: kinds, file sizes, a dict per layer, bytes of a store by purpose, budgets, verdict.
 
-    Bundles have the fields of :func:`describe_bundle`. ``verify``: compare the whole store, or all tensors
-    in files, with their checksums; ``progress``: with a bar in a terminal.
-
-    Raises:
-        ArtifactError: not a folder of torch_pi2, or a damaged file. ConfigError: there is nothing to verify.
+    Bundles have the fields of :func:`describe_bundle`. ``verify``: compare the whole store, or all tensors in files,
+    with their checksums; ``progress``: with a bar in a terminal. Raises ArtifactError: not a folder of torch_pi2, or a
+    damaged file. ConfigError: there is nothing to verify.
     """
     from torch_pi2.store.parts import Parts
     from torch_pi2.store.storefile import STORE_FILE, open_weights, weights_path
@@ -329,11 +327,9 @@ def _render_budget(budget: dict[str, Any]) -> str:
 
 def describe_checkpoint(folder: Path, verify: bool, trust_remote_code: bool) -> dict[str, Any]:
     """``contains``, the fields of :class:`torch_pi2.planner.supported.Supported`, and ``quantised_by``: the
-    quantisation method of the checkpoint, or empty.
-
-    Raises:
-        ArtifactError: transformers cannot build the model. ConfigError: ``verify``, but there are no checksums.
-        CalibrationError, UnsupportedModelError: it cannot be captured without its inputs, or at all.
+    quantisation method of the checkpoint, or empty. Raises ArtifactError: transformers cannot build the model.
+    ConfigError: ``verify``, but there are no checksums. CalibrationError, UnsupportedModelError: it cannot be captured
+    without its inputs, or at all.
     """
     from torch_pi2.planner.supported import supported
     from torch_pi2.store.folder import quantised_by, read_config

@@ -49,11 +49,8 @@ def process_group(args: argparse.Namespace, *models: str) -> Iterator[list[str]]
     of this process's own shard.
 
     The first process runs the command and coordinates the others, which load the model (:func:`coordinated`), repeat
-    its calls, end with it, and print nothing.
-
-    Raises:
-        ConfigError: the numbers of processes and shards differ, or several models are in shards.
-        GroupError: another process was lost, even if this one ended for another reason.
+    its calls, end with it, and print nothing. Raises ConfigError: the numbers of processes and shards differ, or
+    several models are in shards. GroupError: another process was lost, even if this one ended for another reason.
     """
     from torch_pi2.distributed.join import own_shard
     from torch_pi2.distributed.shard_store import shards_in

@@ -251,10 +251,8 @@ class KeyValues:
 
 
 def static_cache(model: nn.Module, max_tokens: int) -> Any:
-    """transformers' ``StaticCache`` for ``model``. Layers with windows keep all tokens, which masks hide.
-
-    Raises:
-        UnsupportedModelError: see :class:`torch_pi2.Decoder`.
+    """transformers' ``StaticCache`` for ``model``. Layers with windows keep all tokens, which masks hide. Raises
+    UnsupportedModelError: see :class:`torch_pi2.Decoder`.
     """
     from transformers import StaticCache
     from transformers.cache_utils import StaticLayer

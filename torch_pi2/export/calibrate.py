@@ -48,9 +48,7 @@ def first_batches(data: Any, tokenizer: Any = None, tokens: int = TOKENS) -> lis
 
 
 def scored_rows(first: Sequence[Batch], tokens: int = TOKENS) -> tuple[list[Batch], bool]:
-    """Rows of ids after the first ``tokens``, at most :data:`TOKENS` tokens, and True; if none,
-    rows of the first ``tokens``, and False. Batches without ids or with further arguments give no rows.
-    """
+    """Rows of ids after the first ``tokens``, and True; if none, rows of those, and False. Not of other arguments."""
     rows, seen = list[tuple[bool, Batch]](), 0
     for batch in first:
         if batch.input_ids is None or batch.mask_BT is None or batch.args or batch.kwargs:

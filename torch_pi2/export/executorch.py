@@ -86,9 +86,7 @@ def check_executorch() -> None:
 
 
 def set_options(options: Mapping[str, str | int | bool]) -> None:
-    """Set options of the backend (``csrc/include/pi2/executorch.h``) for programs loaded later; "" restores a default.
-    Raises ConfigError: an unknown option, or an invalid value.
-    """
+    """Set the backend's options for programs loaded later; "" restores a default. Raises ConfigError: a wrong one."""
     library = load_library()
     for key, value in options.items():
         text = str(value).lower() if isinstance(value, bool) else str(value)
@@ -97,9 +95,7 @@ def set_options(options: Mapping[str, str | int | bool]) -> None:
 
 
 def share_weights(share: bool) -> None:
-    """Let methods loaded later share float weights packed by XNNPACK. Raises LibraryMissingError: this executorch has
-    no XNNPACK.
-    """
+    """Let methods loaded later share XNNPACK's packed float weights. Raises LibraryMissingError: no XNNPACK here."""
     if load_library().pi2_et_share_weights(int(share)) != 0:
         raise delegate_error(last_error(), LibraryMissingError)
 

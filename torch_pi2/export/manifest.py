@@ -173,9 +173,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], where: str = MANIFEST_FILE) -> Manifest:
-        """Inverse of :meth:`to_json`; ignores unknown fields. Raises ArtifactError: a field is missing, invalid, or
-        contradicts another; names ``where`` and the field.
-        """
+        """Inverse of :meth:`to_json`; ignores unknown fields. Raises ArtifactError, with ``where`` and the field."""
         made: Manifest = _made(cls, Field(data, where, _FIX), where=where)
         return made
 

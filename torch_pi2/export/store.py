@@ -168,9 +168,7 @@ def kinds_of(homes: Sequence[SparseLayer]) -> str:
 
 
 def write_store(path: Path, homes: Sequence[SparseLayer], plan: Plan, *, progress: bool = False) -> StoreFacts:
-    """Write the store of ``homes``, in memory or over stores, a few MB at a time. Raises ArtifactError: the file cannot
-    be written, or a neuron cannot be read.
-    """
+    """Write the store of ``homes``, in memory or over stores, a few MB at a time. Raises ArtifactError."""
     of_home = [layers_of(home) for home in homes]
     layers = [ffn for some in of_home for ffn in some]
     kinds = {ffn.site.key: kind_of(ffn) for ffn in layers}

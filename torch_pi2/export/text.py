@@ -199,9 +199,7 @@ def write_chat(tokenizer: Any, folder: Path) -> bool:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a bundle, without running code from the folder. Raises LibraryMissingError: transformers is not
-    installed. ArtifactError: the tokenizer is missing or damaged.
-    """
+    """A bundle's tokenizer, without running its folder's code. Raises LibraryMissingError, ArtifactError: damage."""
     try:
         from transformers import AutoTokenizer
         from transformers.utils import logging

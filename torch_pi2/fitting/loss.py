@@ -26,9 +26,7 @@ LossFn = Callable[[nn.Module, Batch], tuple[float, int]]
 
 
 def causal_lm_loss(model: nn.Module, batch: Batch) -> tuple[float, int]:
-    """Next-token negative log likelihood in nats, padding left out. Needs ``batch.input_ids``. Raises CalibrationError:
-    the batch has no ids, or the model's output has no logits.
-    """
+    """Next-token negative log likelihood in nats, without padding. Raises CalibrationError: no ids, or no logits."""
     total, count = 0.0, 0
     for part in _calls(model, batch):
         ids, logits = _ids_and_logits(model, part)

@@ -101,9 +101,7 @@ def save_predictors(folder: str | Path, predictors: Mapping[str, AnyPredictor], 
 
 
 def load_predictors(folder: str | Path, *, model_hash: str | None = None) -> FittedPredictors:
-    """Read predictors that :func:`save_predictors` wrote. Raises ArtifactError: missing, damaged, of another version.
-    StaleArtifactError: fitted to other weights than ``model_hash``.
-    """
+    """Read what :func:`save_predictors` wrote. Raises ArtifactError: damage; StaleArtifactError: other weights."""
     path = Path(folder) / PREDICTORS_FILE if Path(folder).suffix != ".safetensors" else Path(folder)
     tensors, meta = read_tensors(path)
     return predictors_of(meta, tensors.get, path, model_hash)

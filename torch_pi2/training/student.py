@@ -83,9 +83,7 @@ def _check(sites: Sequence[FFNSite], kind: Any, named: Sequence[str], activation
 
 
 def with_lora(student: Any, rank: int, seed: int) -> Any:
-    """``student`` with LoRA adapters on all linear layers but the output; only these are trained. Raises
-    LibraryMissingError: peft is not installed.
-    """
+    """``student`` with LoRA adapters, trained alone, on linear layers but the output. Raises LibraryMissingError."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:

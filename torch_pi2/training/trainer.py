@@ -271,9 +271,7 @@ def _last_checkpoint(folder: Path) -> str | None:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Restores all random generators, which Trainer seeds, and hides the progress bars of transformers. Raises
-    LibraryMissingError: transformers is not installed.
-    """
+    """Restores random generators, which Trainer seeds; hides transformers' bars. Raises LibraryMissingError."""
     try:
         from transformers.utils import logging
     except ImportError as error:

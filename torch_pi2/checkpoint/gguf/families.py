@@ -210,9 +210,7 @@ def arch_number(file: GgufFile, family: Family, key: str) -> int:
 
 
 def configuration(file: GgufFile) -> dict[str, Any]:
-    """Arguments for transformers' configuration class of the file's :func:`family_of`. Raises UnsupportedModelError: an
-    unknown architecture, key or rotary scaling. ArtifactError: a missing or invalid value.
-    """
+    """Arguments for transformers' configuration of the file's family. Raises UnsupportedModelError, ArtifactError."""
     family, arch = family_of(file), str(file.metadata["general.architecture"])
     meta = ArchMetadata(file, arch)
     config: dict[str, Any] = {"model_type": family.model_type, **family.fixed}

@@ -169,9 +169,7 @@ def _lower(
 def _only_delegate(
     name: str, program: torch.export.ExportedProgram, settings: Settings
 ) -> tuple[bytes, dict[str, list[int]]]:
-    """The context binary of a program that is one delegate (the same for all graphs); for several inputs also the order
-    of arguments and results of the call. Raises CompileError: the NPU lacks operators.
-    """
+    """Context binary of a program that is one delegate; of several inputs, their order, too. Raises CompileError."""
     graph = program.graph_module
     nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
     others = {str(n.target) for n in nodes if not str(n.target).endswith(("executorch_call_delegate", "getitem>"))}

@@ -39,9 +39,7 @@ class Libraries:
 
 
 def find() -> Libraries:
-    """The SDK in ``QNN_SDK_ROOT``, else the libraries of the extra, without loading them. Raises LibraryMissingError:
-    there are none. VersionError: the package's version does not work with ExecuTorch.
-    """
+    """The SDK in ``QNN_SDK_ROOT``, else the extra's libraries, not loaded. Raises LibraryMissingError, VersionError."""
 
     def how() -> str:
         return f"{how_to_install('qnn')} gets them; they are proprietary, and installing them accepts the {LICENCE}"
