@@ -240,3 +240,18 @@ def test_a_tokenizer_whose_library_panics(tmp_path: Path, capfd: pytest.CaptureF
         tokenizer_of(SimpleNamespace(name_or_path=str(tmp_path)), None, "generate")
     with pytest.raises(ConfigError, match=r"tokenizer of .*no entry found for key\. Copy its files again"):
         load_tokenizer(Namespace(model=str(tmp_path), allow_download=False, trust_remote_code=False))
+
+
+def test_two_words_of_one_id(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A digit was changed: a word has the id of another, and its own has none."""
+    byte_tokenizer(TEXT).save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    about = json.loads(path.read_text())
+    about["model"]["vocab"]["return"] = about["model"]["vocab"]["x"]
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    for text, told in ((path.read_text(), False), (json.dumps(about), True)):
+        path.write_text(text)
+        tokenizer_of(SimpleNamespace(name_or_path=str(tmp_path)), None, "generate")
+        assert ("has two words" in caplog.text) is told
+        load_tokenizer(Namespace(model=str(tmp_path), allow_download=False, trust_remote_code=False))
+    assert caplog.text.count("'x'") == 2

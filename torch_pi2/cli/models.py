@@ -221,7 +221,7 @@ def of_store(model: nn.Module) -> dict[str, Any] | None:
 
 
 def load_tokenizer(args: argparse.Namespace) -> Any:
-    from torch_pi2.store.trust import has_tokenizer
+    from torch_pi2.store.trust import has_tokenizer, try_out
 
     folder, expected = Path(args.model), "files of a Hugging Face tokenizer"
     if folder.is_dir() and not has_tokenizer(folder):
@@ -238,7 +238,7 @@ def load_tokenizer(args: argparse.Namespace) -> Any:
         if _is_in_one_file(folder, found):  # else transformers parses it twice, the second time for its added tokens
             made_by, how = PreTrainedTokenizerFast, how | {"added_tokens_decoder": {}}
         tokenizer = made_by.from_pretrained(args.model, **how)
-        tokenizer("a")  # raises for some damaged settings
+        try_out(tokenizer)
         return tokenizer
 
 

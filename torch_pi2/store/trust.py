@@ -134,13 +134,25 @@ def tokenizer_of(model: Any, tokenizer: Any, what: str, error: type[Pi2Error] = 
         known = {"config": config} if isinstance(config, PreTrainedConfig) else {}
         trust = trusted(folder, False)
         found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust, **known)
-        found("a")  # raises for some damaged settings
+        try_out(found)
         return found
     except BaseException as damage:  # transformers and tokenizers raise many types for damaged files
         if not isinstance(damage, Exception) and not is_panic(damage):
             raise
         reason = (str(damage).strip() or type(damage).__name__).splitlines()[0]
         raise _unknown(error, what, f"that of {folder}, which cannot be loaded: {reason[:200]}") from damage
+
+
+def try_out(tokenizer: Any) -> None:
+    """Raises what ``tokenizer`` raises for some damaged settings; warns of damage that no library notices."""
+    tokenizer("a")
+    words = tokenizer.get_vocab() if getattr(tokenizer, "is_fast", False) else {}
+    if len(of_id := {number: word for word, number in words.items()}) < len(words):
+        word, number = next((word, number) for word, number in words.items() if of_id[number] != word)
+        about = tokenizer.name_or_path, word, of_id[number], number
+        _log.warning(
+            "the tokenizer of %s has two words, %r and %r, of one id, %d: one of them is never decoded", *about
+        )
 
 
 def is_panic(error: BaseException) -> bool:
