@@ -66,6 +66,13 @@ def test_large_tensors_begin_on_a_page(tmp_path: Path) -> None:
         assert reader._start["matrix"] % 4096 == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fnuz, torch.float4_e2m1fn_x2])
+def test_dtypes_that_are_not_read_are_no_damage(tmp_path: Path, dtype: torch.dtype) -> None:
+    save_file({"w": torch.zeros(4, 4, dtype=torch.uint8).view(dtype)}, tmp_path / "f")
+    with pytest.raises(ArtifactError, match=r"expected dtypes among F64, .*found F\w+ in w\. Take the float"):
+        TensorReader(tmp_path / "f")
+
+
 class _OfPeople(nn.Module):
     """Tied weights, a scalar and nothing at all."""
 
@@ -226,7 +233,7 @@ def test_weights_files_say_what_they_are(tmp_path: Path) -> None:
         assert (weights.kind, weights.linears, weights.strategies) == ("int4", {"lm_head": 64}, {"layers.0": "owner"})
         weights.check_hash("ab" * 32)
         with pytest.raises(
-            StaleArtifactError, match=r"expected weights cdcdcdcdcdcd as in plan\.json, found abababababab"
+            StaleArtifactError, match=r"expected weights as in plan\.json, cdcdcdcdcdcd, found abababababab"
         ):
             weights.check_hash("cd" * 32)
         assert weights.take("lm_head.weight", Spec((8, 36), torch.uint8)).shape == (8, 36)

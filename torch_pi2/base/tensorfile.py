@@ -52,6 +52,8 @@ DTYPES = {
     "U64": torch.uint64,
     "C64": torch.complex64,
 }
+#: Dtypes of the library that are not read.
+_OTHERS = ("F4", "F6_E2M3", "F6_E3M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 #: Alignment of the data, and of tensors as large as a page (see ``in_file_order``).
@@ -349,6 +351,10 @@ class TensorReader(OpenFile):
             for text in (*metadata.keys(), *metadata.values()):
                 text.encode()  # raises for lone surrogates
             entries = {name: _entry(name, value) for name, value in header.items()}
+        except NotImplementedError as error:
+            fix = "Take the float checkpoint that it was made of."
+            expected, found = f"dtypes among {', '.join(DTYPES)}", str(error)
+            raise ArtifactError(str(self.path), expected=expected, found=found, fix=fix) from error
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             self._damaged(f"{type(error).__name__}: {shown(str(error))}")
         end = 0
@@ -528,6 +534,8 @@ def _entry(name: str, value: Any) -> tuple[Spec, int, int]:
     # without zeros: torch cannot make a tensor of (0, 2**60, 2**60) either
     if not good or math.prod(n for n in shape if n) >= _LARGEST:
         raise ValueError(f"shape {shown(shape)} or offsets {shown(offsets)} of {name}")
+    if value["dtype"] in _OTHERS:
+        raise NotImplementedError(f"{value['dtype']} in {name}")
     if value["dtype"] not in DTYPES:
         raise ValueError(f"dtype {value['dtype']!r} of {name}")
     return Spec(tuple(shape), DTYPES[value["dtype"]]), offsets[0], offsets[1]
