@@ -13,26 +13,22 @@ from benchmarks import peer_llama
 from benchmarks.peer import Round, serve
 from torch_pi2.decode.decoder import Decoder
 from torch_pi2.decode.kv_cache import cache_name
-from torch_pi2.machine import process
 
 #: Logits of consecutive pieces of a window, each [T, V].
 Logits = Callable[[Sequence[int]], Iterator[torch.Tensor]]
 
 
 def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
-    """``settings``: gguf (path), options (of :func:`torch_pi2.load`), threads, context (tokens of a sequence).
+    """``settings``: gguf (path), threads, context (tokens of a sequence).
 
-    With windows (of token ids) all is done here: the first answer is that of :func:`loss_of`. engine: llama.cpp, or
-    ours by default. piece: tokens computed together.
+    With windows (of token ids) the first answer is that of :func:`loss_of`, and all. activations: None for llama.cpp's.
     """
     torch.set_num_threads(settings["threads"])
-    if settings.get("engine") == "llama.cpp":
-        return loss_of(_llama(settings), settings["windows"], settings["piece"]), lambda *_: {}
-    started = time.perf_counter()
-    model: Any = torch_pi2.load(settings["gguf"], **settings["options"])
     if "windows" in settings:
-        return loss_of(ours(model, settings["piece"]), settings["windows"], settings["piece"]), lambda *_: {}
-    decoder = Decoder(model, max_tokens=settings["context"], compiled=False)
+        engine = _llama(settings) if settings["activations"] is None else ours(_model(settings), settings["piece"])
+        return loss_of(engine, settings["windows"], settings["piece"]), lambda *_: {}
+    started = time.perf_counter()
+    decoder = Decoder(_model(settings), max_tokens=settings["context"], compiled=False)
     load_s = time.perf_counter() - started
 
     def run_round(prompt: int, tokens: int, batch: int) -> dict[str, Any]:
@@ -42,10 +38,14 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
         between = time.perf_counter()
         for place in range(prompt, prompt + tokens):
             decoder.step(ids_BT[:, place : place + 1])
-        decode_s = time.perf_counter() - between
-        return {"prompt_s": between - started, "decode_s": decode_s, "peak_rss_bytes": process.peak_rss_bytes()}
+        return {"prompt_s": between - started, "decode_s": time.perf_counter() - between}
 
     return {"load_s": load_s}, run_round
+
+
+def _model(settings: Mapping[str, Any]) -> Any:
+    chosen = {key: settings[key] for key in ("activations",) if key in settings}
+    return torch_pi2.load(settings["gguf"], **chosen)
 
 
 def loss_of(logits_of: Logits, windows: Iterable[Sequence[int]], piece: int) -> dict[str, Any]:

