@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 import torch_pi2
 from torch_pi2.base.uncompiled import uncompiled
+from torch_pi2.checkpoint import importing
 from torch_pi2.cli.imports import _Later, _LaterModule
 from torch_pi2.cli.models import load_tokenizer
 
@@ -111,3 +112,19 @@ def test_uncompiled_code_breaks_the_graph_and_runs_as_it_is() -> None:
     assert len(graphs) == 2
     assert seen == [False, False]
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(("neurons", "searched"), [("auto", False), ("all", True)])
+def test_a_gguf_file_without_zeros_is_not_searched_for_neurons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, neurons: str, searched: bool
+) -> None:
+    calls: list[bool] = []
+    search = importing.search
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(True)
+        return search(*args, **kwargs)
+
+    monkeypatch.setattr(importing, "search", counted)
+    report = torch_pi2.import_gguf(GOLDEN, tmp_path / "model", neurons=neurons)
+    assert (bool(calls), bool(report.neurons)) == (searched, searched)

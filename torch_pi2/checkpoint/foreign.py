@@ -236,7 +236,7 @@ def _by_row(values: torch.Tensor, rows: int) -> torch.Tensor:
 class QuantizedCheckpoint(Checkpoint):
     """A :class:`PackedSource` with a ``quantization_config``. Raises UnsupportedModelError, ArtifactError (damage)."""
 
-    by_neuron = False
+    by_neuron, zeros = False, True
 
     def __init__(self, folder: Path) -> None:
         config = read_config(folder)

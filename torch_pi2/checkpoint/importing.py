@@ -110,7 +110,8 @@ def write_imported(
     (folder / PI2_FOLDER).mkdir()
     with torch.device("meta"):
         empty = skeleton(folder)
-    plan, stored = new_plan(_found(empty, neurons)), Stored(skeleton(folder), checkpoint)
+    found = _found(empty, neurons) if neurons != "auto" or checkpoint.zeros else Found([], {})  # a search takes seconds
+    plan, stored = new_plan(found), Stored(skeleton(folder), checkpoint)
     strategies, dense = stored.place_layers(plan, needed=False)
     linears = {
         name: module.in_features

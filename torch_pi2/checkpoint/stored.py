@@ -58,10 +58,14 @@ class Packed(NamedTuple):
 
 
 class PackedSource(Source, Protocol):
-    """A checkpoint with matrices in few bits. ``about``: the model, in messages. ``by_neuron``: down is transposed."""
+    """A checkpoint with matrices in few bits. ``about``: the model, in messages. ``by_neuron``: down is transposed.
+
+    ``zeros``: layers may have experts, or activations that give zeros.
+    """
 
     about: str
     by_neuron: bool
+    zeros: bool
 
     def packed(self, name: str) -> Packed | None:
         """Type and format of matrix ``name``; None: floats."""

@@ -85,6 +85,9 @@ class GgufCheckpoint(Closing):
         with self.opening():
             self.family = family_of(self.file)
             self.about, self.by_neuron = self.family.model_type, self.family.by_neuron
+            activation = self.family.fixed.get("hidden_act", self.family.fixed.get("hidden_activation"))
+            experts = any("_exps." in name for name in self.file.tensors)
+            self.zeros = experts or activation not in ("silu", "gelu_pytorch_tanh")
             blocks = arch_number(self.file, self.family, "block_count")
             self._names = tensor_names(self.family, min(blocks, len(self.file.tensors)))
             self.used = {"rope_freqs.weight"}  # which the configuration is read from
