@@ -27,7 +27,6 @@ from torch_pi2.formats import FLOAT, QUANTIZED
 from torch_pi2.graph.experts import check_known_experts
 from torch_pi2.graph.find import Found, search
 from torch_pi2.ops import load as load_library
-from torch_pi2.ops.activations import exact_zeros
 from torch_pi2.profiling.data import calibration_batches
 from torch_pi2.rewrite.linears import check_some, find_linears
 from torch_pi2.rewrite.place import check_sizes
@@ -46,8 +45,7 @@ from torch_pi2.store.source import Checkpoint
 from torch_pi2.store.trust import remember
 from torch_pi2.store.weights import WEIGHTS_FILE
 from torch_pi2.types.config import Config
-from torch_pi2.types.method import Method
-from torch_pi2.types.plan import LayerPlan, Plan
+from torch_pi2.types.plan import Plan, in_own_order
 from torch_pi2.types.site import FFNSite
 
 
@@ -229,13 +227,7 @@ def _check(source: Path, folder: Path, weights: str, quantization: str, calibrat
 
 def new_plan(found: Found) -> Plan:
     """Neurons in the model's order, with the exact gate where that skips any; other layers are dense."""
-    layers = []
-    for site in found.sites:
-        order = torch.arange(site.intermediate, dtype=torch.int32)
-        exact = exact_zeros(site.activation) or site.experts is not None  # experts have no hot neurons
-        method = Method.EXACT if exact else Method.DENSE
-        layers.append(LayerPlan(site, method, 0 if exact else site.intermediate, order))
-    return Plan(layers, NO_HASH, {"planner": "none", "left": found.left})
+    return Plan(in_own_order(found.sites), NO_HASH, {"planner": "none", "left": found.left})
 
 
 def other_linears(model: nn.Module, plan: Plan, strategies: Mapping[str, str]) -> dict[str, nn.Linear]:

@@ -120,9 +120,7 @@ class Coordinator(Closing):
 
     @contextmanager
     def call(self, call: Call) -> Iterator[None]:
-        """While this is entered, the others make the same call. Calls within another call are not broadcast. Raises
-        ConfigError: an argument that cannot be sent. GroupError: a process is lost or has failed.
-        """
+        """While entered, others make the same call; calls within are not broadcast. Raises ConfigError, GroupError."""
         with _deferred_signals(), self._lock:
             if self.within:
                 yield

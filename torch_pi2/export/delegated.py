@@ -167,9 +167,7 @@ class SplitFFN(nn.Module):
 
 
 def exported_layers(model: nn.Module) -> list[SparseLayer]:
-    """The sparse layers of ``model`` in plan order; empty if it was imported without neurons. Raises ConfigError: a
-    dense model, or a shard. UnsupportedModelError: an FFN is inline code of a bigger block.
-    """
+    """Sparse layers of ``model`` in plan order. Raises ConfigError: dense, a shard; UnsupportedModelError: inline."""
     handle, what = ModelState.of(model), f"export of {type(model).__name__}"
     if handle is None:
         fix = "Call torch_pi2.optimize(model, ...) first; method='dense' keeps every neuron."
@@ -243,9 +241,7 @@ def linears_of(model: nn.Module, asked: str) -> str:
 
 
 def prepare_rest(model: nn.Module, linears: str) -> None:
-    """Convert ``model`` to float32 in place except 16-bit embeddings, and quantise its linear layers. Raises
-    LibraryMissingError: quantisation needs torchao.
-    """
+    """Convert ``model`` to float32 in place but 16-bit tables, and quantise its linears. Raises LibraryMissingError."""
     for module in model.modules():
         if isinstance(module, QuantLinear):
             module.leave_blocks()  # this CPU's layout is not a phone's

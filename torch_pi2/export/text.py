@@ -225,9 +225,7 @@ def load_tokenizer(folder: Path) -> Any:
 def encode(
     prompt: str | Sequence[int] | Sequence[Mapping[str, Any]] | torch.Tensor, tokenizer: Callable[[], Any], vocab: int
 ) -> list[int]:
-    """Token ids of text, of a chat, or of ids (``[T]`` or ``[1, T]``). Raises ConfigError: there are no tokens, one is
-    not below ``vocab``, or there is no chat template.
-    """
+    """Token ids of text, a chat or ids (``[T]``, ``[1, T]``). Raises ConfigError: none, too high, or no template."""
     if isinstance(prompt, str):
         ids = list(tokenizer()(prompt)["input_ids"])
     elif isinstance(prompt, torch.Tensor):

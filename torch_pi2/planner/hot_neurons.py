@@ -20,7 +20,7 @@ from torch_pi2.ops import ACTIVATIONS
 from torch_pi2.ops.activations import cuts, exact_zeros
 from torch_pi2.types.config import Config
 from torch_pi2.types.method import PREDICTED, Method
-from torch_pi2.types.plan import LayerPlan, Plan
+from torch_pi2.types.plan import LayerPlan, Plan, in_own_order
 from torch_pi2.types.site import FFNSite
 
 if TYPE_CHECKING:
@@ -184,12 +184,4 @@ def greedy_plan(
 
 def plan_without_data(sites: Sequence[FFNSite], model_hash: str, config: Config) -> Plan:
     """Exact gate (or dense) in the model's own neuron order: lossless, without calibration."""
-    layers = []
-    for site in sites:
-        # experts have no hot neurons: exact gives the same bits
-        skips = exact_zeros(site.activation) or config.method == Method.EXACT
-        dense = (config.method == Method.DENSE or not skips) and site.experts is None
-        order = torch.arange(site.intermediate, dtype=torch.int32)
-        method = Method.DENSE if dense else Method.EXACT
-        layers.append(LayerPlan(site, method, site.intermediate if dense else 0, order))
-    return Plan(layers, model_hash, {"planner": "none", "config": asdict(config)})
+    return Plan(in_own_order(sites, config.method), model_hash, {"planner": "none", "config": asdict(config)})

@@ -145,9 +145,7 @@ def _refused(name: str, expected: str, value: object) -> ConfigError:
 
 
 def check(request: Request) -> None:
-    """Check settings and memory. Raises ConfigError: invalid settings, or too little memory. UnsupportedModelError: an
-    accelerator and two formats.
-    """
+    """Raises ConfigError: wrong settings, too little memory. UnsupportedModelError: an accelerator and two formats."""
     if request.context < 1:
         raise _refused("context", "1 or more tokens", request.context)
     if request.accelerator_bytes < 0:

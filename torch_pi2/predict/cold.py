@@ -33,9 +33,7 @@ def layer_tensors(
     found: Mapping[str, torch.Tensor] | None,
     wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
 ) -> dict[str, torch.Tensor]:
-    """The ``wanted`` tensors of ``found``; a ``bias`` is optional. Raises ConfigError: one is missing. ShapeError,
-    DtypeError: one belongs to another layer, or was not made by us.
-    """
+    """The ``wanted`` tensors of ``found``, and ``bias``. Raises ConfigError: none; ShapeError, DtypeError: others."""
     missing = [name for name in wanted if name != "bias" and name not in (found or {})]
     if found is None or missing:
         raise ConfigError(

@@ -35,9 +35,7 @@ def template_of(tokenizer: Any, tools: Sequence[dict[str, Any]] | None = None) -
 def chat_ids(
     tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None
 ) -> list[int]:
-    """Token ids of ``messages``, with callable ``tools``, up to the beginning of the answer. Raises ConfigError: there
-    is no template, or it refuses these messages.
-    """
+    """Token ids of ``messages``, with ``tools``, up to the answer. Raises ConfigError: no template, or a refusal."""
     template = template_of(tokenizer, tools)
     try:
         text = tokenizer.apply_chat_template(

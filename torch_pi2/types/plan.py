@@ -30,7 +30,8 @@ from torch_pi2.base.memory import let_go
 from torch_pi2.base.reading import read_bytes
 from torch_pi2.base.tensorfile import Spec, packed, read_tensors
 from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError, check_made_from
-from torch_pi2.types.method import METHODS, PREDICTED
+from torch_pi2.ops.activations import exact_zeros
+from torch_pi2.types.method import METHODS, PREDICTED, Method
 from torch_pi2.types.offload import OffloadConfig
 from torch_pi2.types.site import FFNSite
 
@@ -186,6 +187,17 @@ class Plan:
         sizes = [(layer.site.key, layer.n_hot, layer.site.intermediate) for layer in layers]
         read = None if hardware is None else HardwarePlan.from_json(hardware, sizes, where)
         return Plan(layers, model_hash, made_by, read)
+
+
+def in_own_order(sites: Sequence[FFNSite], method: str = "auto") -> list[LayerPlan]:
+    """Layers without statistics: exact gate where that skips neurons, or dense; experts, without hot ones, exact."""
+    layers = []
+    for site in sites:
+        skips = exact_zeros(site.activation) or method == Method.EXACT
+        dense = (method == Method.DENSE or not skips) and site.experts is None
+        kind, hot = (Method.DENSE, site.intermediate) if dense else (Method.EXACT, 0)
+        layers.append(LayerPlan(site, kind, hot, torch.arange(site.intermediate, dtype=torch.int32)))
+    return layers
 
 
 def lossy_methods(plan: Plan) -> dict[str, int]:
