@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -203,3 +204,24 @@ def test_no_file_names_somebodys_machine() -> None:
     assert offenders == []
     assert machine.search('cd "' + "/ho" + 'me/me"')
     assert machine.search("at /ro" + "ot/x")
+
+
+def test_what_other_libraries_tell_their_developers_is_not_shown_by_load(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers imports torchao, which logs what it could not load."""
+    others = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [logger.level for logger in others]
+
+    def read(*_: object) -> None:
+        for logger in others:
+            logger.warning("advice")
+            logger.error("an error")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("torch_pi2.checkpoint.save_load.read_model", read)
+    (tmp_path / "pi2").mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        torch_pi2.load(tmp_path)
+    assert [record.message for record in caplog.records] == ["an error"] * 2
+    assert [logger.level for logger in others] == levels

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 
 from torch_pi2.errors import LibraryMissingError
@@ -38,3 +41,17 @@ def missing_package(name: str, extra: str, error: ImportError, expected: str = "
 
 
 __version__ = "0.1.0"
+
+
+@contextmanager
+def quiet_imports() -> Iterator[None]:
+    """Hide what libraries that transformers imports log for their own developers, unless a level was chosen."""
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    loggers = [logger for logger in loggers if logger.level == logging.NOTSET]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.setLevel(logging.NOTSET)

@@ -18,6 +18,7 @@ from torch import nn
 from torch_pi2.base.fields import checked
 from torch_pi2.base.files import atomic_write, replacing_folder
 from torch_pi2.base.modules import fresh_settings
+from torch_pi2.base.package import quiet_imports
 from torch_pi2.base.tensorfile import TensorWriter
 from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.checkpoint.foreign import QuantizedCheckpoint
@@ -66,6 +67,7 @@ class ImportReport(QuantizeReport):
 
 @checked
 @fresh_settings()
+@quiet_imports()
 def import_quantized(
     folder_in: str | Path, folder_out: str | Path, *, neurons: str = "auto", progress: bool = False
 ) -> ImportReport:

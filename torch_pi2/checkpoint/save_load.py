@@ -22,6 +22,7 @@ from torch_pi2.base.fields import checked, shown
 from torch_pi2.base.files import replacing_folder
 from torch_pi2.base.modules import fresh_settings
 from torch_pi2.base.offloaded import OffloadedParameter
+from torch_pi2.base.package import quiet_imports
 from torch_pi2.base.tensorfile import adding_checks, verifying
 from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.checkpoint.gguf.importing import cached_import
@@ -197,6 +198,7 @@ def current_state(model: nn.Module) -> SparseState:
 
 @checked
 @fresh_settings()
+@quiet_imports()
 def load(
     folder: str | Path,
     *,
@@ -352,6 +354,7 @@ def checked_plan(own: Plan, other: Plan | str | Path | None, folder: Path) -> Pl
 
 @checked
 @fresh_settings()
+@quiet_imports()
 def load_dense(folder: str | Path, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False) -> nn.Module:
     """The dense equivalent of one of our folders: the ordinary model, in evaluation mode.
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from torch_pi2.base.fields import Field, checked, shown
 from torch_pi2.base.modules import has_sparse_layers
+from torch_pi2.base.package import quiet_imports
 from torch_pi2.graph.find import search
 from torch_pi2.layers.linear import QuantEmbedding, QuantLinear
 from torch_pi2.planner.hot_neurons import gate_method
@@ -76,6 +77,7 @@ class Supported:
 
 
 @checked
+@quiet_imports()
 def supported(
     model: nn.Module | str | Path,
     args: Sequence[Any] = (),

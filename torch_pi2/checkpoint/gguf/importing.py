@@ -17,7 +17,7 @@ from typing import Any
 from torch_pi2.base.fields import checked
 from torch_pi2.base.files import cache_folder, locked, not_written, replacing_folder
 from torch_pi2.base.modules import fresh_settings
-from torch_pi2.base.package import __version__
+from torch_pi2.base.package import __version__, quiet_imports
 from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.checkpoint.gguf.families import configuration
 from torch_pi2.checkpoint.gguf.predictors import import_predictors
@@ -44,6 +44,7 @@ _REVISION = 3
 
 @checked
 @fresh_settings()
+@quiet_imports()
 def import_gguf(
     file: str | Path, folder: str | Path, *, neurons: str = "auto", predictors: Any = None, progress: bool = False
 ) -> ImportReport:
