@@ -48,10 +48,7 @@ def new_tensor(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def give_back_freed_memory() -> None:
-    """Return free memory to the system now, and from now on large blocks as soon as they are freed.
-
-    Otherwise glibc adapts to the first prompt and retains blocks of up to 32 MB: twice a prompt's activations.
-    """
+    """Return free memory now, and large blocks once freed; glibc would keep up to 32 MB each after a prompt."""
     if hasattr(_libc, "mallopt"):
         _libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
         _libc.mallopt(_M_TRIM_THRESHOLD, _LARGE_BLOCK)

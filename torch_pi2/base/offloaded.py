@@ -305,10 +305,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
 def offload(
     module: nn.Module, names: Mapping[str, str], owner: WeightOwner, freed: Iterable[str], shared: bool = False
 ) -> None:
-    """Move the values of parameters ``names`` of ``module`` to ``owner``, and free the memory of those in ``freed``.
-
-    ``shared``: ``module`` also runs elsewhere, with values of its own.
-    """
+    """Move values of ``names`` of ``module`` to ``owner``; free those ``freed``. ``shared``: it also runs elsewhere."""
     for name in freed:
         parameter: Any = module._parameters[name]
         if not isinstance(parameter, OffloadedParameter):  # registered in two modules of the layer

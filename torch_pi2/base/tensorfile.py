@@ -103,10 +103,7 @@ def in_file_order(specs: Mapping[str, Spec]) -> list[str]:
 
 
 def metadata_check(metadata: Mapping[str, str]) -> str:
-    """Checksum of a file's metadata, 8 hexadecimal digits: CRC32C of ``NAME NUL VALUE NUL`` in order of names.
-
-    It excludes itself and ``checks``, whose digits are all compared with data.
-    """
+    """CRC32C of ``NAME NUL VALUE NUL`` in order of names, 8 hexadecimal digits, without itself and ``checks``."""
     pairs = sorted((name, value) for name, value in metadata.items() if name not in ("checks", "metadata_check"))
     text = "".join(f"{name}\0{value}\0" for name, value in pairs).encode(errors="surrogatepass")
     return f"{continue_crc32c(0, text):08x}"

@@ -213,10 +213,7 @@ def bits_per_byte(
 def paired_loss(
     models: Sequence[nn.Module], tokenizer: Any, text: str, *, max_tokens: int, until: Callable[[], bool]
 ) -> tuple[list[float], int]:
-    """Nats per token of each model on the same windows of ``text``, and the number of scored tokens.
-
-    Models take turns, window by window, until ``until()`` is true. Raises as :func:`bits_per_byte`.
-    """
+    """Nats per token of each model on windows of ``text``, in turn until ``until()``; and the scored tokens."""
     totals, tokens = [0.0] * len(models), 0
     scored = _encode(tokenizer, text, max_tokens)
     for ids_1T in _windows(scored, 256, 1):

@@ -218,10 +218,7 @@ class Store:
         )
 
     def check_tokens(self, tokens: int) -> None:
-        """Called before a call for ``tokens`` tokens: warn once if it takes more memory than the budget allows.
-
-        Every ``_TRIM_TOKENS`` tokens, freed memory is returned to the system; it would count against the budget.
-        """
+        """Warn once if a call for ``tokens`` exceeds the budget; returns freed memory every ``_TRIM_TOKENS`` tokens."""
         self._since_trim += tokens
         if self._since_trim >= _TRIM_TOKENS:
             self._since_trim = 0

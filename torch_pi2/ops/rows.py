@@ -44,10 +44,7 @@ def row_of_neurons(neuron_rows: torch.Tensor, row: int, weights: str, hidden: in
 
 
 def rounded_activations(x: torch.Tensor) -> torch.Tensor:
-    """``x [..., n]`` rounded as int8 activations: 255 steps per group of 32; float32.
-
-    A group's scale is its largest magnitude / 127. A group with a NaN or an infinity is all NaN.
-    """
+    """``x`` rounded as int8 activations, float32: steps of magnitude / 127 by 32; all NaN where one is not finite."""
     n = x.shape[-1]
     padded = torch.nn.functional.pad(x.float(), (0, -n % GROUP)).unflatten(-1, (-1, GROUP))
     largest = padded.abs().amax(-1, keepdim=True)

@@ -171,10 +171,7 @@ def solve(request: Request, *, progress: bool = False) -> HardwarePlan:
 
 
 def hot_count(layer: LayerShape, batch: int, share: float, step: int = _STEP) -> int:
-    """Neurons active in at least ``share`` of the steps of ``batch`` sequences, rounded to ``step``, or all.
-
-    Always ``base_hot`` for dense and threshold layers and for experts.
-    """
+    """Neurons active in ``share`` of steps, by ``step``, or all; ``base_hot`` of dense, threshold, expert layers."""
     if layer.method in (Method.DENSE, Method.THRESHOLD) or layer.experts > 1 or layer.chosen < 1:
         return layer.base_hot
     wanted = int((layer.frequency(batch) >= share).sum())

@@ -176,10 +176,7 @@ def check(request: Request) -> None:
 
 
 def _check_memory(request: Request) -> None:
-    """Raises ConfigError if the machine has less memory than the budget, or than the whole model takes.
-
-    An NPU shares the machine's memory. The CPU keeps a copy of what a GPU has.
-    """
+    """Raises ConfigError: less memory than the budget and an NPU's, or than the model, of which the CPU has all."""
     shape, theirs, batch = request.shape, request.hardware.accelerator, request.batches[-1]
     if request.budget_bytes is not None:
         needed, what = request.budget_bytes, f"budget of {request.budget_bytes} bytes"

@@ -133,9 +133,7 @@ class InputStats:
 
     @property
     def importance(self) -> torch.Tensor | None:
-        """``[K]`` float32: the mean square of each column, which weights the squared error of its weights; None
-        without inputs. Columns that were always zero get a small weight, as other text may use them.
-        """
+        """``[K]`` float32: mean square by column, which weighs its errors; small where always 0; None: no inputs."""
         if self._squares_K is None or not self.tokens:
             return None
         mean_K = self._squares_K / self.tokens

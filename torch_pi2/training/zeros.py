@@ -44,9 +44,7 @@ class Zeros:
         self._values[layer].append(inputs[0])
 
     def take(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The last pass's penalty (mean of :func:`_soft_count`), and its share of zeros ``[layers]``. Raises
-        UnsupportedModelError: a ``down`` projection is not computed by calling a module.
-        """
+        """The last pass's penalty and zeros ``[layers]``. Raises UnsupportedModelError: ``down`` is not called."""
         for site, values in zip(self.sites, self._values):
             if not values:
                 raise UnsupportedModelError(
