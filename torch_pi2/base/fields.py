@@ -240,10 +240,7 @@ def from_json(kind: type[T], value: Any, path: str, fix: str = "Correct it, or m
 
 
 def check_fields(made: Any, called: str = "") -> None:
-    """For ``__post_init__`` of a dataclass. Raises ConfigError: a field violates its annotation or limits.
-
-    ``called`` formats a field's name in messages, with ``{}`` for the name; by default ``Class.name``.
-    """
+    """For ``__post_init__``. Raises ConfigError: a field violates annotation or limits; ``called``: its name's form."""
     called = called or f"{type(made).__name__}.{{}}"
     hints = _hints(typing.cast(Any, type(made)))
     for one in fields(made):

@@ -66,11 +66,7 @@ _AROUND = 1 << 16
 
 
 class MappedFile:
-    """A file mapped into memory.
-
-    Args:
-        file: descriptor, which may be closed afterwards. shared: writes to the memory go to the file.
-    """
+    """A file mapped into memory; ``file``: its descriptor, which may be closed; ``shared``: writes go to the file."""
 
     def __init__(self, file: int, *, shared: bool = False) -> None:
         # NORESERVE: a private mapping is never written to, and so needs no memory

@@ -110,11 +110,7 @@ def metadata_check(metadata: Mapping[str, str]) -> str:
 
 
 def tensor_check(name: str, spec: Spec, blocks: list[torch.Tensor]) -> str:
-    """Checksum of a tensor other than neurons, 8 hexadecimal digits; ``blocks``: :func:`block_checks` of its bytes.
-
-    It is the CRC32C of several little-endian CRC32Cs: of name, dtype and shape as text, and of each ``BLOCK`` bytes. So
-    blocks can be checked in parallel, and a renamed tensor is detected.
-    """
+    """Checksum of a tensor, 8 hexadecimal digits: CRC32C of those of name, dtype and shape as text, and of blocks."""
     text = torch.frombuffer(bytearray(f"{name} {spec}".encode(errors="surrogatepass")), dtype=torch.uint8)
     parts = check_bytes(torch.cat([crc32c(text[None]), *blocks]))
     return f"{int(crc32c(parts[None])[0]):08x}"

@@ -87,11 +87,7 @@ class ShardedExperts(OffloadedExperts):
 
 
 def agree_on_logits(model: Any, group: Group) -> None:
-    """Let the head of ``model``, a transformers model, return the first process' logits in all processes.
-
-    PyTorch's float products may differ in last bits with the number of threads, so processes could choose different
-    tokens where two are almost equally likely.
-    """
+    """Let the head return the first process' logits in all: last bits differ with threads, and tokens would, too."""
     head = model.get_output_embeddings()
     if head is not None:
         head.__class__ = type(type(head).__name__, (_FirstRankHead, type(head)), {"group": group})

@@ -168,11 +168,7 @@ def _attend(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface. Query heads of a key head are rows of one product.
-
-    Heads are computed a few at a time, over concatenated keys and values: the scores of all heads for 128 tokens exceed
-    an NPU's on-chip memory and would spill in every step.
-    """
+    """transformers' attention interface, a few heads at a time: scores of all exceed an NPU's on-chip memory."""
     batch, heads, tokens, width = query.shape
     group = heads // key.shape[1]
     scale = width**-0.5 if scaling is None else scaling

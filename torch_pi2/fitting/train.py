@@ -142,11 +142,7 @@ def measure(
     neurons: torch.Tensor | None = None,
     weights: FFNWeights | None = None,
 ) -> PredictorCard:
-    """The quality of ``predictor`` on ``held_back`` tokens, for ``neurons`` (the cold ones; None: all).
-
-    With the layer's ``weights``, ``mass_recall`` too: the share of ``sum |h_i| * ||down_i||`` in predicted neurons
-    (missing a tiny activation costs little).
-    """
+    """Quality of ``predictor`` on ``held_back``, for ``neurons`` (None: all); with ``weights`` ``mass_recall``, too."""
     index = torch.arange(held_back.intermediate) if neurons is None else neurons.long()
     score_NC, fired_NC = _scores(predictor, held_back, index), held_back.fired()[:, index]
     return _card(predictor, score_NC, fired_NC, held_back, site, index, weights)

@@ -40,11 +40,7 @@ _SMALL_H, _SMALL_I, _SMALL_EXPERTS = 16, 24, 4
 
 
 def looks_like_experts(module: nn.Module) -> bool:
-    """Whether ``module`` may be a module of experts, judged by 3-D parameters and by names.
-
-    Names matter since attention heads and block-diagonal gates have such parameters, too. Modules called like experts
-    whose parameters are further inside, but not in linear layers (DBRX), count as well.
-    """
+    """Whether ``module`` may be of experts, by 3-D parameters and names, since attention heads have such ones, too."""
     own = dict(module.named_parameters(recurse=False))
     several = any(p.dim() == 3 and p.shape[0] > 1 for p in own.values())
     arguments = _arguments(module)

@@ -69,10 +69,7 @@ class Reads:
         return axes, {key: row.depth / row.reads_per_s * 1e6 for key, row in rows.items()}
 
     def latency_us(self, block_bytes: float, range_bytes: float, depth: float) -> float:
-        """Microseconds of each of ``depth`` concurrent reads: log-linear between points, outside the nearest.
-
-        Larger blocks keep the largest block's bandwidth; deeper queues keep the deepest queue's rate.
-        """
+        """Microseconds of each of ``depth`` reads: log-linear between points; outside, nearest bandwidth or rate."""
         axes, latency = self._table
         wanted = (float(block_bytes), float(range_bytes), float(depth))
         found = [_around(points, value) for points, value in zip(axes, wanted, strict=True)]

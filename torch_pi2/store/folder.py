@@ -99,10 +99,7 @@ def check_separate(verb: str, source: str | Path, folder: Path) -> None:
 
 
 def declare(folder: Path) -> None:
-    """Note in config.json that the weights are in ``pi2/``, and how (docs/FORMATS.md), for :mod:`torch_pi2.hf`.
-
-    No file there has a name that transformers looks for, so the folder does not open without torch_pi2.
-    """
+    """Note in config.json that weights are in ``pi2/``, and how (docs/FORMATS.md): :mod:`torch_pi2.hf` opens it."""
     config = read_config(folder)
     with open_weights(folder / PI2_FOLDER) as weights:
         method = {"quant_method": HF_METHOD, "weights": weights.kind}

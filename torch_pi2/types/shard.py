@@ -104,10 +104,7 @@ class Shard:
 
     @cached_property
     def _blocks(self) -> tuple[str, int, int | None]:
-        """Name prefix of blocks, the first local block, and the end of the local ones (None: the model's end).
-
-        A block without neurons belongs to the stage of the previous one.
-        """
+        """Prefix of blocks, first local one, end of local ones (None: the model's); no neurons: the stage before."""
         keys, own = [*self.layers], [bool(mine.chunks) for mine in self.layers.values()]
         prefix, _, first = block_of(keys[own.index(True)]).rpartition(".")
         after = len(own) - own[::-1].index(True)
