@@ -59,7 +59,7 @@ def test_the_second_waits_for_the_first(cache: Path) -> None:
 @pytest.mark.parametrize("packed", [False, True])
 def test_what_a_killed_one_leaves(cache: Path, packed: bool) -> None:
     kill = "import os, signal, torch_pi2.checkpoint.gguf.importing as at\n"
-    kill += "at.write_imported = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+    kill += "at.write_imported = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)\n"
     code = kill + KEEP.replace("packed=False", f"packed={packed}")
     killed = subprocess.run([sys.executable, "-c", code, str(GOLDEN)], capture_output=True, timeout=120)
     assert killed.returncode == -signal.SIGKILL
