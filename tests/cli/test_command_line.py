@@ -264,8 +264,14 @@ KINDS = {
         "manifest.json",
         {"torch-pi2 run ": "generate chat profile fit optimize quantize pack plan export"},
     ),
-    "store": ("pi2/model.pi2", {"torch-pi2 generate ": "run profile fit optimize quantize sparsify"}),
-    "quantised": ("pi2/weights.safetensors", {"torch-pi2 generate ": "run profile fit optimize quantize"}),
+    "store": (
+        "pi2/model.pi2",
+        {"torch-pi2 generate ": "run", "Name the float checkpoint": "profile fit optimize quantize sparsify"},
+    ),
+    "quantised": (
+        "pi2/weights.safetensors",
+        {"torch-pi2 generate ": "run", "Name the float checkpoint": "profile fit optimize quantize"},
+    ),
     "optimised": ("pi2/plan.json", {"torch-pi2 generate ": "run"}),
     "checkpoint": ("config.json", {"torch-pi2 optimize ": "run"}),
     "statistics": ("stats.safetensors", {"torch-pi2 optimize MODEL --stats ": "run generate pack"}),
@@ -298,7 +304,7 @@ def test_a_folder_for_another_verb(command: Command, tmp_path: Path, verb: str, 
     assert (code, out) == (2, "")
     assert err.startswith(f"torch-pi2: torch-pi2 {verb} {tmp_path / 'given'}: expected a")
     assert fix in err
-    assert str(tmp_path / "given") in err.partition("Use: ")[2]
+    assert fix.startswith("Name") or str(tmp_path / "given") in err.partition("Use: ")[2]
     assert "usage:" not in err
 
 

@@ -104,7 +104,7 @@ NAMED: list[tuple[str, str, tuple[str | int, ...], Any, str]] = [
     ("predictors", "predictors", ("a", "card", "recall"), None, "predictors, a, card, recall: expected a number"),
     ("predictors", "predictors", ("a", "kind"), "magic", "predictors, a, kind: expected lowrank or signbit"),
     ("weights", "linears", (), {"a": True}, "linears, a: expected a whole number, 1 or more"),
-    ("weights", "header", ("layers.0.bundles", "dtype"), "F4", "dtype 'F4' of layers.0.bundles"),
+    ("weights", "header", ("layers.0.bundles", "dtype"), "F4", "found F4 in layers.0.bundles"),
     ("hardware", "", ("cores",), True, "cores: expected a whole number, 1 or more, found True"),
     ("hardware", "", ("store", "slot_us"), 10**400, "store, slot_us: expected a number, 0 or more"),
     ("device", "", ("latency_us", "value"), float("nan"), "latency_us, value: expected a number, 0 or more, found nan"),

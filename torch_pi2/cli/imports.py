@@ -119,7 +119,7 @@ def import_transformers() -> None:
     vars(later[_DYNAMO]).update(marks, disable=uncompiled)
     sys.modules.update(later)
     try:
-        with suppress(ImportError):  # of another version of transformers, whose modules are imported as they are
+        with suppress(Exception):  # of another version of transformers, whose modules are imported as they are
             for name in _COMMON:
                 importlib.import_module(f"transformers.{name}")
     finally:

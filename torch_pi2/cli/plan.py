@@ -41,7 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--fixed-hot-set", action="store_true", default=None, help="the same hot neurons at all batch sizes")
     common.add_old_name(parser, "--one-boundary", "--fixed-hot-set")
     add("--explain", action="store_true", default=None, help="show the prediction only: --out may be left out")
-    add("--activations", choices=ACTIVATIONS, help="activations with which MODEL will be loaded (default: its own)")
+    add(
+        "--activations",
+        choices=ACTIVATIONS,
+        help="activations with which MODEL will be loaded (default: its own, int8 or float)",
+    )
     common.add_loading(parser)
     common.add_mapped(parser)
     common.add_config(parser)
