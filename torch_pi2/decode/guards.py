@@ -126,7 +126,11 @@ class State:
             if isinstance(value, dict):
                 if self._watch is not None and not isinstance(value, OrderedDict):  # which hooks are in
                     self._watch.dicts.append(value)
-                return [(repr(k), self._value(v, depth + 1)) for k, v in value.items() if k not in _UNREAD]
+                return [
+                    (k if type(k) is str else repr(k), v if v is None or type(v) is bool else self._value(v, depth + 1))
+                    for k, v in value.items()
+                    if k not in _UNREAD
+                ]
             if self._watch is not None and isinstance(value, (list, set)):
                 self._watch.lists.append(value)
             return [self._value(v, depth + 1) for v in value]
