@@ -82,7 +82,7 @@ def test_rows_are_kept(made: Any, tmp_path: Path, name: str, kind: str) -> None:
     report = torch_pi2.import_gguf(typed, tmp_path / "out")
     assert (report.rounded, set(report.types), any(report.errors.values())) == ({}, {kind}, False)
     wanted = logits(ggufs.with_values(copy.deepcopy(model), file, values))
-    again = torch_pi2.load(tmp_path / "out", dtype=torch.float32)
+    again = torch_pi2.load(tmp_path / "out", dtype=torch.float32, activations="float")
     torch.testing.assert_close(logits(again), wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
 
 
