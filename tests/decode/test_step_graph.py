@@ -89,7 +89,12 @@ def test_equal_calls_are_one_unless_something_is_written() -> None:
         counts[0].add_(5)
         later = torch.arange(3).view(3)
         later.mul_(2)
-        return torch.cat([*layers, *(x[None] for x in (*reads, *counts, later))], -1)
+        flags = ids[0, 0] > torch.arange(4)
+        masks = [flags.to(torch.int64)]
+        some = flags[1:]
+        some &= ids[0, 0] < 3
+        masks += [flags.to(torch.int64)]
+        return torch.cat([*layers, *(x[None] for x in (*reads, *counts, later, *masks))], -1)
 
     result, calls = record(forward, torch.ones(1, 1, dtype=torch.int64))
     assert calls is not None

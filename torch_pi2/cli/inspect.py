@@ -254,7 +254,7 @@ def _without_verdict(result: dict[str, Any]) -> str:
     known = "not measured"
     if {layer.get("method") for layer in result["layers"]} <= {"dense"}:
         known = f"dense: every neuron is computed; speed {known}"
-    fix = f"torch-pi2 eval {result.get('folder', 'FOLDER')} measures its loss"
+    fix = f"torch-pi2 eval {result['folder']} measures its loss"
     if not result["layers"]:
         fix += (
             "; import it with --neurons all for torch-pi2 pack, which makes models for less memory than their weights"

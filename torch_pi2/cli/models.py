@@ -42,7 +42,7 @@ def _loading(args: argparse.Namespace, part: str, expected: str) -> Iterator[Non
     except ImportError as error:
         raise missing_package("transformers", "hf", error) from error
     from torch_pi2.decode.budget import LESS
-    from torch_pi2.store.trust import is_panic
+    from torch_pi2.store.trust import is_failure
 
     logging.disable_progress_bar()
     try:
@@ -56,7 +56,7 @@ def _loading(args: argparse.Namespace, part: str, expected: str) -> Iterator[Non
     except MemoryError:
         raise
     except BaseException as error:  # transformers and tokenizers raise anything for a damaged file
-        if not isinstance(error, Exception) and not is_panic(error):
+        if not is_failure(error):
             raise
         found = " ".join(str(error).split()) or type(error).__name__
         if not Path(args.model).exists() and not args.allow_download:

@@ -133,6 +133,10 @@ class Calls:
 _EQUAL = {operator.getitem, torch.arange, "add", "unsqueeze", "to", "float", "view", "transpose"}
 
 
+#: Calls that write to their first argument, beside those whose names end with one underscore.
+_IN_PLACE = {"__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"}
+
+
 def _without_twins(graph: fx.Graph) -> fx.Graph:
     """``graph``, changed: equal calls are one call, unless something writes to what it reads or returns."""
     written, left = set[fx.Node](), [node for call in graph.nodes for node in _written_by(call)]
@@ -159,7 +163,7 @@ def _written_by(call: fx.Node) -> list[fx.Node]:
     overloads = [call.target] if isinstance(call.target, torch._ops.OpOverload) else []
     if isinstance(call.target, torch._ops.OpOverloadPacket):
         overloads = [getattr(call.target, overload) for overload in call.target.overloads()]
-    in_place = (name.endswith("_") and not name.endswith("__")) or call.target is operator.setitem
+    in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or call.target is operator.setitem
     if in_place and call.args and isinstance(call.args[0], fx.Node):
         return [call.args[0]]
     others = in_place or bool({"out", "inplace"} & call.kwargs.keys())
@@ -176,10 +180,7 @@ class StepGraph:
 
     def __init__(self, calls: Calls) -> None:
         self._calls, self.inputs = calls, [tensor for tensor, _ in calls.inputs[1:]]
-        self._graph, self._seen = calls.graph()
-        code = _without_twins(calls.graph()[0]).python_code(
-            "self"
-        )  # a GraphModule would leave a copy in caches that are never emptied
+        code = _without_twins(calls.graph()[0]).python_code("self")  # a GraphModule would stay in caches for ever
         names = dict(code.globals)
         exec(compile(code.src, "<recorded step>", "exec"), names)
         self._code: Callable[..., Any] = names["forward"]
@@ -192,12 +193,12 @@ class StepGraph:
         """The graph compiled by ``backend`` of ``torch.compile``."""
         from torch.fx.experimental.symbolic_shapes import ShapeEnv  # with sympy: a second
 
-        mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+        mode, (graph, seen) = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True), self._calls.graph()
         with mode:
-            for node, ref in self._seen:
+            for node, ref in seen:
                 size, stride, dtype, device = ref.like
                 node.meta["example_value"] = torch.empty_strided(size, stride, dtype=dtype, device=device)
-        module = fx.GraphModule({}, self._graph)
+        module = fx.GraphModule({}, graph)
         named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
         inputs, names = self.inputs, {id(tensor): name for name, tensor in named}
         for node, tensor in zip(module.graph.find_nodes(op="placeholder")[1:], inputs, strict=True):

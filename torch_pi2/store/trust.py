@@ -137,7 +137,7 @@ def tokenizer_of(model: Any, tokenizer: Any, what: str, error: type[Pi2Error] = 
         try_out(found)
         return found
     except BaseException as damage:  # transformers and tokenizers raise many types for damaged files
-        if not isinstance(damage, Exception) and not is_panic(damage):
+        if not is_failure(damage):
             raise
         reason = (str(damage).strip() or type(damage).__name__).splitlines()[0]
         raise _unknown(error, what, f"that of {folder}, which cannot be loaded: {reason[:200]}") from damage
@@ -155,9 +155,9 @@ def try_out(tokenizer: Any) -> None:
         )
 
 
-def is_panic(error: BaseException) -> bool:
-    """Whether a Rust library (tokenizers) has panicked, which is no ``Exception``."""
-    return type(error).__name__ == "PanicException"
+def is_failure(error: BaseException) -> bool:
+    """Whether ``error`` is an ``Exception``, or the panic of a Rust library (tokenizers), which is none."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def _unknown(error: type[Pi2Error], what: str, found: str) -> Pi2Error:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch_pi2.base.fields import shown
 from torch_pi2.store.gguf import GgufFile
-from torch_pi2.store.trust import is_panic
+from torch_pi2.store.trust import is_failure
 
 #: ``tokenizer.ggml.pre`` of byte-level vocabularies with GPT-2's pre-tokenizer.
 _GPT2 = "gpt-2"
@@ -55,7 +55,7 @@ def write_tokenizer(file: GgufFile, folder: Path) -> str:
             _as_llama_cpp_splits(made, file.metadata.get("tokenizer.ggml.add_space_prefix") is not False)
         PreTrainedTokenizerFast(tokenizer_object=made, **about).save_pretrained(folder)
     except BaseException as error:  # transformers and tokenizers raise many types
-        if not isinstance(error, Exception) and not is_panic(error):
+        if not is_failure(error):
             raise
         return f"transformers cannot read it: {' '.join(str(error).split())[:200]}"
     return ""
