@@ -165,12 +165,13 @@ std::vector<char> block_of(const void* const* rows, DType dtype, std::int64_t n)
   const std::int64_t group_bytes = q4 ? kGroup / 2 : kGroup;
   std::vector<char> block;
   const GgmlBlock super = ggml_block(dtype);
+  const std::int64_t first = dtype == DType::kQ5_0 ? 2 : 0;  // behind the scale, which comes last
   for (std::int64_t i = 0; is_ggml(dtype) && i < n / super.numbers; ++i)
     for (std::int64_t at = 0, bytes = 4; at < super.bytes; at += bytes) {
       bytes = std::min<std::int64_t>(4, super.bytes - at);
       for (std::int64_t r = 0; r < kPanelRows; ++r)
         for (std::int64_t k = at; k < at + bytes; ++k)
-          block.push_back(static_cast<const char*>(rows[r])[i * super.bytes + k]);
+          block.push_back(static_cast<const char*>(rows[r])[i * super.bytes + (k + first) % super.bytes]);
     }
   if (is_ggml(dtype)) return block;
   for (std::int64_t g = 0; g < groups(n); g += 2) {

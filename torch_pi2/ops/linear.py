@@ -2,7 +2,8 @@
 
 Blocks exist only in memory, for vector kernels, never in files. A block has the bytes of its rows in another order
 (``csrc/include/pi2/kernels.h``, dot_blocks): for every two groups of 32 columns, four bytes of each row at a time, then
-the groups' scales of all rows; for ggml's superblocks four bytes of each row's at a time, then the rest of each.
+the groups' scales of all rows; for ggml's blocks (of q5_0 turned, so that the scale comes last) four bytes of each
+row's at a time, then the rest of each.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ def to_blocks(rows: torch.Tensor, weights: str, columns: int) -> torch.Tensor:
     """Rows uint8 ``[N, row_bytes(K)]`` in blocks: the same shape."""
     if FORMATS[weights].block:
         supers = rows.view(-1, ROWS, columns // FORMATS[weights].block, FORMATS[weights].block_bytes)
+        if weights == "q5_0":
+            supers = supers.roll(-2, -1)  # the scale comes last
         words, left = supers.transpose(1, 2).split(_words(weights), -1)
         words = words.unflatten(-1, (-1, 4)).transpose(2, 3)
         return torch.cat((words.flatten(2), left.flatten(2)), 2).view(rows.shape)
@@ -62,7 +65,9 @@ def from_blocks(blocks: torch.Tensor, weights: str, columns: int) -> torch.Tenso
         supers = blocks.view(-1, columns // FORMATS[weights].block, ROWS * FORMATS[weights].block_bytes)
         words, left = supers.split([ROWS * n for n in _words(weights)], -1)
         words = words.unflatten(-1, (-1, ROWS, 4)).transpose(2, 3).flatten(3)
-        return torch.cat((words, left.unflatten(-1, (ROWS, -1))), 3).transpose(1, 2).reshape(blocks.shape)
+        supers = torch.cat((words, left.unflatten(-1, (ROWS, -1))), 3)
+        supers = supers.roll(2, -1) if weights == "q5_0" else supers
+        return supers.transpose(1, 2).reshape(blocks.shape)
     pairs = columns // COLUMNS
     sizes = [ROWS * n // pairs for n in _sizes(weights, columns)]
     values, scales = blocks.view(-1, pairs, sum(sizes)).split(sizes, 2)
@@ -74,7 +79,7 @@ def from_blocks(blocks: torch.Tensor, weights: str, columns: int) -> torch.Tenso
 
 
 def _words(weights: str) -> list[int]:
-    """Bytes of a ggml superblock in whole words, and the rest."""
+    """Bytes of a ggml block in whole words, and the rest."""
     size = FORMATS[weights].block_bytes
     return [size // 4 * 4, size % 4]
 
@@ -92,6 +97,6 @@ def linear_blocks(x: torch.Tensor, blocks: torch.Tensor, bias: torch.Tensor | No
     Args:
         x: ``[..., K]`` float32, bfloat16 or float16; K a multiple of 64.
         blocks: uint8 ``[N, row_bytes(K)]``, of :func:`to_blocks`; N a multiple of 16.
-        bias: ``[N]`` float32 or None. weights: ``int4``, ``int8``, ``q4_k``, ``q5_k`` or ``q6_k``.
+        bias: ``[N]`` float32 or None. weights: ``int4``, ``int8`` or one of ``GGML``.
     """
     return linear(x, from_blocks(blocks, weights, x.shape[-1]), bias, weights, True)

@@ -44,8 +44,9 @@ constexpr std::int64_t padded(std::int64_t n) { return (n + 127) / 128 * 128; }
 // Rows in blocks, for linear layers that stay in memory: kPanelRows rows interleaved (the same number of bytes), so
 // that lanes are rows and a block is read as one stream. For every two groups of columns: 16 (q8) or 8 (q4) vectors of
 // 64 bytes, then their 32 scales. Vector 4 i + d of q4 has bytes 4 d..4 d + 3 of group i of every row, as the row
-// stores them; vector 8 i + s of q8 the values 4 s..4 s + 3 of group i, plus 128. n is a multiple of two groups. q4_k,
-// q5_k and q6_k: one superblock of every row, four bytes of each at a time, then the remaining two of q6_k.
+// stores them; vector 8 i + s of q8 the values 4 s..4 s + 3 of group i, plus 128. n is a multiple of two groups. ggml's
+// formats: one of its blocks of every row, four bytes of each at a time, then the remaining two, which are the scales
+// of q6_k and q5_0 (whose blocks begin with them, and in this order end with them).
 //
 // out[t * ldo + r] for the rows r of `count` (1 to kGemmPanels) consecutive blocks; x_T is the output of prepare_gemm.
 // The same bits for any number of tokens, and those of gemm where there is one.

@@ -113,9 +113,7 @@ inline void prepare_gemm(const float* x, std::int64_t n, void* out, std::int32_t
     std::int8_t* to = values + g * kGroup;
     if (left <= 0) std::memset(to, 0, kGroup);
     scale[g] = left > 0 ? quantize_group(x + g * kGroup, std::min(left, kGroup), to) : 0.0f;
-    std::int32_t sum = 0;
-    for (std::int64_t k = 0; k < kGroup; ++k) sum += to[k];
-    start[g] = -offset * sum;
+    start[g] = -offset * sum_of_group(to);
   }
 }
 

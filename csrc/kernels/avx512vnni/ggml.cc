@@ -28,6 +28,9 @@ PI2_FORMAT(q6_k, GgmlQ6K)
     avx512vnni::GgmlBlocks<avx512vnni::Format>::dot(blocks, count, x_T, tokens, n, out, ldo); \
   }
 
+PI2_BLOCKS(q4_1, SmallBlock<DType::kQ4_1>)
+PI2_BLOCKS(q5_0, SmallBlock<DType::kQ5_0>)
+PI2_BLOCKS(q5_1, SmallBlock<DType::kQ5_1>)
 PI2_BLOCKS(q4_k, KBlock<DType::kQ4K>)
 PI2_BLOCKS(q5_k, KBlock<DType::kQ5K>)
 PI2_BLOCKS(q6_k, BlockQ6K)

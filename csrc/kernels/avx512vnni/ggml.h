@@ -42,27 +42,32 @@ struct Ggml : Format {
   }
 };
 
+constexpr PanelOf panel_of(DType dtype) {
+  return has_halves(dtype) ? PanelOf::kHalves : dtype == DType::kQ5_0 ? PanelOf::kScales : PanelOf::kMinima;
+}
+
 template <class Format>
 struct GgmlPanels {
   using Rows = GgmlRows<Format>;
-  static constexpr bool kHalves = has_halves(Format::kDType);
+  static constexpr PanelOf kOf = panel_of(Format::kDType);
 
   static void prepare(PI2_PREPARE_ARGS) {
     auto* values = static_cast<std::int8_t*>(out);
     auto* scale = reinterpret_cast<float*>(values + padded(n));
-    auto* start = scale + padded(n) / kGroup;  // floats, or integers of halves
+    auto* start = scale + padded(n) / kGroup;  // floats with minima, else integers
     std::memset(values, 0, static_cast<std::size_t>(padded(n)));
     for (std::int64_t g = 0; g < groups(n); ++g) {
       std::int8_t* to = values + g * kGroup;
       scale[g] = quantize_group(x + g * kGroup, kGroup, to);
-      std::int32_t sum[2] = {};
-      for (std::int64_t k = 0; k < kGroup; ++k) sum[k / (kGroup / 2)] += to[k];
       const auto offset = static_cast<std::int32_t>(ggml_offset(Format::kDType));
-      const std::int32_t both[2] = {offset * sum[0], offset * sum[1]};
-      if constexpr (kHalves)
+      const std::int32_t both[2] = {offset * sum_of_half(to), offset * sum_of_half(to + kGroup / 2)};
+      const std::int32_t all = both[0] + both[1];
+      if constexpr (kOf == PanelOf::kHalves)
         std::memcpy(start + 2 * g, both, sizeof(both));
+      else if constexpr (kOf == PanelOf::kScales)
+        std::memcpy(start + g, &all, sizeof(all));
       else
-        start[g] = scale[g] * static_cast<float>(both[0] + both[1]);
+        start[g] = scale[g] * static_cast<float>(all);
     }
   }
 
@@ -79,8 +84,9 @@ struct GgmlPanels {
         pairs[r] = _mm512_castps_si512(Format::pairs(p[r]));
       }
       transpose(pairs);
-      for (std::int64_t i = 0; i < 8 * Rows::kParts; ++i)
-        _mm512_storeu_si512(floats + kPanelRows * (2 * (k / kGroup) + i), pairs[i]);
+      constexpr std::int64_t kFloats = kOf == PanelOf::kScales ? 1 : 2;  // of a pair
+      for (std::int64_t i = 0; i < 4 * kFloats * Rows::kParts; ++i)
+        _mm512_storeu_si512(floats + kPanelRows * (kFloats * (k / kGroup) + i), pairs[2 / kFloats * i]);
       for (std::int64_t part = 0; part < Rows::kParts; ++part) {
         __m512i first[kPanelRows], second[kPanelRows];
         for (std::int64_t r = 0; r < kPanelRows; ++r) {
@@ -99,10 +105,7 @@ struct GgmlPanels {
     }
   }
 
-  static void gemm(PI2_GEMM_ARGS) {
-    constexpr PanelOf kOf = kHalves ? PanelOf::kHalves : PanelOf::kMinima;
-    return avx512vnni::gemm<kOf>(panels, panel_count, x_T, tokens, n, out, ldo);
-  }
+  static void gemm(PI2_GEMM_ARGS) { return avx512vnni::gemm<kOf>(panels, panel_count, x_T, tokens, n, out, ldo); }
 };
 
 }  // namespace

@@ -1,9 +1,9 @@
-// Superblocks of ggml's in blocks of 16 rows, a lane each (kernels.h): what gemm.h computes from panels, bit for bit,
-// read from memory as it is stored, for few tokens.
+// ggml's blocks in blocks of 16 rows, a lane each (kernels.h): what gemm.h computes from panels, bit for bit, read from
+// memory as it is stored, for few tokens.
 #pragma once
 
-#include "kernels/avx512/ggml.h"
 #include "kernels/avx512vnni/blocks.h"
+#include "kernels/avx512vnni/ggml.h"
 
 // Unnamed: functions that are compiled with other flags elsewhere must stay apart (the linker would keep one of them).
 namespace pi2::avx512vnni {
@@ -14,8 +14,35 @@ inline __m512i word(const char* w, int i) { return _mm512_loadu_si512(w + 64 * i
 inline __m512i low_bits(__m512i v, int bits) { return avx512::GgmlSimd::low_bits(v, bits); }
 inline __m512 widened(__m512i halves) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(halves)); }
 
-// For each format: kDType, scale and minimum of a group (of q6_k: of half a one), and four(w, g, s): the columns 4 s..
-// 4 s + 3 of group g, unsigned.
+// For each format: kDType, scale and minimum (with minima) of a group (of q6_k: of half a one), and four(w, g, s): the
+// columns 4 s..4 s + 3 of group g, unsigned.
+template <DType kType>
+struct SmallBlock {
+  static constexpr DType kDType = kType;
+  static constexpr int kMin = kType == DType::kQ5_0 ? 0 : 1, kFifth = kType == DType::kQ4_1 ? 0 : 1;
+  static constexpr std::int64_t kBytes = kPanelRows * ggml_block(kType).bytes;  // of a group
+  const char* w;
+
+  explicit SmallBlock(const char* w) : w(w) {}
+  __m512 scale(int g) const {
+    return kMin == 1 ? widened(word(w + g * kBytes, 0)) : block_scales(w + (g + 1) * kBytes - 32);
+  }
+  __m512 minimum(int g) const { return widened(_mm512_srli_epi32(word(w + g * kBytes, 0), 16)); }
+
+  static __m512i four(const char* w, int g, int s) {
+    const __m512i both = word(w + g * kBytes, kMin + kFifth + s % 4);
+    const __m512i nibbles = low_bits(s < 4 ? both : _mm512_srli_epi16(both, 4), 4);
+    if constexpr (kFifth == 0) return nibbles;
+    // Byte s / 2 of the high bits has them for these columns and four others.
+    const __m512i bits = _mm512_shuffle_epi8(
+        word(w + g * kBytes, kMin),
+        _mm512_add_epi8(_mm512_set1_epi8(static_cast<char>(s / 2)),
+                        _mm512_broadcast_i32x4(_mm_set_epi32(0x0c0c0c0c, 0x08080808, 0x04040404, 0))));
+    const __mmask64 high = _mm512_test_epi8_mask(bits, _mm512_set1_epi32(s % 2 == 0 ? 0x08040201 : 0x80402010));
+    return _mm512_mask_add_epi8(nibbles, high, nibbles, _mm512_set1_epi8(16));
+  }
+};
+
 template <DType kType>
 struct KBlock {
   static constexpr DType kDType = kType;
@@ -59,7 +86,6 @@ struct BlockQ6K {
     const __m512i top = _mm512_sllv_epi32(word(scales, half / 4), _mm512_set1_epi32(24 - half % 4 * 8));
     return _mm512_mul_ps(d, _mm512_cvtepi32_ps(_mm512_srai_epi32(top, 24)));
   }
-  static __m512 minimum(int) { return _mm512_setzero_ps(); }
 
   static __m512i four(const char* w, int g, int s) {
     const int part = g / 4, of_part = g % 4;
@@ -73,10 +99,13 @@ struct BlockQ6K {
 
 template <class Format>
 struct GgmlBlocks {
-  static constexpr bool kHalves = has_halves(Format::kDType);
-  static constexpr int kParts = kHalves ? 2 : 1, kSteps = kStepsOfGroup / kParts;  // of a group, each with a scale
-  static constexpr GgmlBlock kBlock = ggml_block(Format::kDType);
-  static constexpr std::int64_t kGroups = kBlock.numbers / kGroup, kBytes = kPanelRows * kBlock.bytes;
+  static constexpr PanelOf kOf = panel_of(Format::kDType);
+  static constexpr bool kMinima = kOf == PanelOf::kMinima;
+  // Of a group, each with a scale.
+  static constexpr int kParts = kOf == PanelOf::kHalves ? 2 : 1, kSteps = kStepsOfGroup / kParts;
+  static constexpr std::int64_t kNumbers = std::max<std::int64_t>(2 * kGroup, ggml_block(Format::kDType).numbers);
+  static constexpr std::int64_t kGroups = kNumbers / kGroup;
+  static constexpr std::int64_t kBytes = kPanelRows * row_bytes(Format::kDType, kNumbers);
   static constexpr std::int64_t kMostAsStored = 8;  // tokens; more share what unpacking costs
 
   // Sums go on from what is in `out` unless these are the first columns.
@@ -103,7 +132,7 @@ struct GgmlBlocks {
       for (int part = 0; part < static_cast<int>(kGroups) * kParts; ++part) {
         const int group = part / kParts, first = part % kParts * kSteps;
         __m512i acc[kTokens];
-        for (int t = 0; t < kTokens; ++t) acc[t] = kHalves ? _mm512_set1_epi32(start[t][part]) : _mm512_setzero_si512();
+        for (int t = 0; t < kTokens; ++t) acc[t] = kMinima ? _mm512_setzero_si512() : _mm512_set1_epi32(start[t][part]);
 #pragma GCC unroll 8
         for (int s = first; s < first + kSteps; ++s) {
           const __m512i v = Format::four(w, group, s);
@@ -114,14 +143,14 @@ struct GgmlBlocks {
         for (int t = 0; t < kTokens; ++t)
           sum[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[t]), _mm512_mul_ps(scale, _mm512_set1_ps(x_scale[t][group])),
                                    sum[t]);
-        if constexpr (!kHalves) {
+        if constexpr (kMinima) {
           const __m512 minimum = of.minimum(part);
           for (int t = 0; t < kTokens; ++t)
             sum[t] = _mm512_fmadd_ps(minimum, _mm512_castsi512_ps(_mm512_set1_epi32(start[t][group])), sum[t]);
         }
       }
       for (int t = 0; t < kTokens; ++t) {
-        x[t] += kBlock.numbers;
+        x[t] += kNumbers;
         x_scale[t] += kGroups;
         start[t] += kGroups * kParts;
       }
@@ -138,9 +167,9 @@ struct GgmlBlocks {
     Panels panels{};
     for (int p = 0; p < kPanels; ++p) {
       char* to = values[p];
-      float* pairs = floats[p];
+      float* numbers = floats[p];
       panels.values[p] = to;
-      panels.floats[p] = pairs;
+      panels.floats[p] = numbers;
       panels.first = begin;
       const char* w = blocks + p * stride + begin / kGroups * kBytes;
       for (std::int64_t g = begin; g < end; g += kGroups, w += kBytes) {
@@ -150,17 +179,20 @@ struct GgmlBlocks {
 #pragma GCC unroll 8
           for (int s = 0; s < static_cast<int>(kStepsOfGroup); ++s, to += 64)
             _mm512_store_si512(to, Format::four(w, group, s));
-          for (int i = 0; i < 2; ++i, pairs += kPanelRows)
-            _mm512_store_ps(pairs, kHalves ? of.scale(2 * group + i) : i == 0 ? of.scale(group) : of.minimum(group));
+          for (int i = 0; i < kParts; ++i, numbers += kPanelRows)
+            _mm512_store_ps(numbers, of.scale(kParts * group + i));
+          if constexpr (kMinima) {
+            _mm512_store_ps(numbers, of.minimum(group));
+            numbers += kPanelRows;
+          }
         }
       }
     }
-    constexpr PanelOf kOf = kHalves ? PanelOf::kHalves : PanelOf::kMinima;
     gemm_chunk<kOf, kPanels, kTokens>(panels, x_T, tokens, n, begin, end, out, ldo);
   }
 
   static void dot(PI2_DOT_BLOCKS_ARGS) {
-    const std::int64_t bytes = n / kBlock.numbers * kBytes;
+    const std::int64_t bytes = n / kNumbers * kBytes;
     constexpr std::int64_t kStep = kChunkColumns / kGroup;
     if (tokens > kMostAsStored) {
       for (std::int64_t g = 0; g < groups(n); g += kStep)
