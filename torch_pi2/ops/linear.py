@@ -16,6 +16,8 @@ from torch_pi2.ops.rows import rounded_activations, values
 
 #: Rows of a block, and columns per run in it.
 ROWS, COLUMNS = 16, 2 * GROUP
+#: Turns the sign bit of four bytes: ``int8`` is unsigned in blocks.
+_UNSIGNED = -0x7F7F7F80
 #: Suffix of a format's name for rows in blocks.
 IN_BLOCKS = "_blocks"
 
@@ -44,50 +46,38 @@ def fits(rows: int, columns: int) -> bool:
 
 def to_blocks(rows: torch.Tensor, weights: str, columns: int) -> torch.Tensor:
     """Rows uint8 ``[N, row_bytes(K)]`` in blocks: the same shape."""
+    runs, size, left = _run(rows, weights, columns)
+    halves, count = rows.view(torch.int16), len(rows) // ROWS
     if FORMATS[weights].block:
-        supers = rows.view(-1, ROWS, columns // FORMATS[weights].block, FORMATS[weights].block_bytes)
-        if weights == "q5_0":
-            supers = supers.roll(-2, -1)  # the scale comes last
-        words, left = supers.transpose(1, 2).split(_words(weights), -1)
-        words = words.unflatten(-1, (-1, 4)).transpose(2, 3)
-        return torch.cat((words.flatten(2), left.flatten(2)), 2).view(rows.shape)
-    values, scales = rows.split(_sizes(weights, columns), 1)
-    values = values.view(-1, ROWS, columns // COLUMNS, 2 * FORMATS[weights].group_bytes // 4, 4).permute(0, 2, 3, 1, 4)
-    scales = scales.view(-1, ROWS, columns // COLUMNS, 2, 2).permute(0, 2, 3, 1, 4)
-    if weights == "int8":
-        values = values ^ 128  # unsigned
-    return torch.cat((values.flatten(2), scales.flatten(2)), 2).view(rows.shape)
+        by_run = halves.view(-1, size).roll(-1, -1) if weights == "q5_0" else halves.view(-1, size)
+        words, rest = by_run.split([size - left, left], -1)
+    else:
+        words, rest = halves.split([runs * (size - left), runs * left], -1)
+    words = words.contiguous().view(torch.int32).view(count, ROWS, runs, -1).permute(0, 2, 3, 1)
+    words = words ^ _UNSIGNED if weights == "int8" else words
+    rest = rest.reshape(count, ROWS, runs, left).permute(0, 2, 3, 1)
+    return torch.cat((words.flatten(2).view(torch.int16), rest.flatten(2)), 2).view(torch.uint8).view(rows.shape)
 
 
 def from_blocks(blocks: torch.Tensor, weights: str, columns: int) -> torch.Tensor:
     """Inverse of :func:`to_blocks`."""
-    if FORMATS[weights].block:
-        supers = blocks.view(-1, columns // FORMATS[weights].block, ROWS * FORMATS[weights].block_bytes)
-        words, left = supers.split([ROWS * n for n in _words(weights)], -1)
-        words = words.unflatten(-1, (-1, ROWS, 4)).transpose(2, 3).flatten(3)
-        supers = torch.cat((words, left.unflatten(-1, (ROWS, -1))), 3)
-        supers = supers.roll(2, -1) if weights == "q5_0" else supers
-        return supers.transpose(1, 2).reshape(blocks.shape)
-    pairs = columns // COLUMNS
-    sizes = [ROWS * n // pairs for n in _sizes(weights, columns)]
-    values, scales = blocks.view(-1, pairs, sum(sizes)).split(sizes, 2)
-    values = values.unflatten(2, (-1, ROWS, 4)).permute(0, 3, 1, 2, 4)
-    scales = scales.unflatten(2, (2, ROWS, 2)).permute(0, 3, 1, 2, 4)
-    if weights == "int8":
-        values = values ^ 128
-    return torch.cat((values.flatten(2), scales.flatten(2)), 2).view(blocks.shape)
+    runs, size, left = _run(blocks, weights, columns)
+    halves = blocks.view(torch.int16).view(-1, runs, ROWS * size)
+    words, rest = halves.split([ROWS * (size - left), ROWS * left], -1)
+    words = words.view(torch.int32).unflatten(-1, (-1, ROWS)).permute(0, 3, 1, 2)
+    words = (words ^ _UNSIGNED if weights == "int8" else words).contiguous().view(torch.int16)
+    rest = rest.unflatten(-1, (left, ROWS)).permute(0, 3, 1, 2)
+    if not FORMATS[weights].block:
+        words, rest = words.flatten(2), rest.flatten(2)
+    rows = torch.cat((words, rest), -1)
+    return (rows.roll(1, -1) if weights == "q5_0" else rows).reshape(len(blocks), -1).view(torch.uint8)
 
 
-def _words(weights: str) -> list[int]:
-    """Bytes of a ggml block in whole words, and the rest."""
-    size = FORMATS[weights].block_bytes
-    return [size // 4 * 4, size % 4]
-
-
-def _sizes(weights: str, columns: int) -> list[int]:
-    """Bytes of a row's values and of its scales."""
-    groups = columns // GROUP
-    return [groups * FORMATS[weights].group_bytes, 2 * groups]
+def _run(rows: torch.Tensor, weights: str, columns: int) -> tuple[int, int, int]:
+    """Runs in a row (two groups, or a ggml block), and numbers of two bytes in a run: all, and those behind words."""
+    runs = columns // (FORMATS[weights].block or COLUMNS)
+    size = rows.shape[1] // (2 * runs)
+    return runs, size, size % 2 if FORMATS[weights].block else 2
 
 
 @operator(lambda call: call.x.new_empty((*call.x.shape[:-1], call.blocks.shape[0])))
