@@ -1,7 +1,5 @@
 """``python -m torch_pi2`` is the ``torch-pi2`` command."""
 
-import sys
+from torch_pi2.cli import command
 
-from torch_pi2.cli import main
-
-sys.exit(main())
+command()

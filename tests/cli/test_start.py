@@ -23,12 +23,32 @@ GOLDEN = Path(__file__).parents[1] / "data" / "gguf" / "tiny-llama.q4_k_m.gguf"
 NOT_NEEDED = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp", "triton")
 NOT_NEEDED += ("accelerate", "networkx", "pandas", "scipy.optimize", "sklearn", "sympy", "torchao", "torchvision")
 _GENERATE = """
+import atexit
 import sys
 from torch_pi2 import cli
 sys.argv = ["torch-pi2", "generate", *sys.argv[1:], "--max-new-tokens", "12"]
-code = cli.main()
-print("MODULES", *sorted(sys.modules))
-sys.exit(code)
+atexit.register(lambda: print("MODULES", *sorted(sys.modules)))
+cli.command()
+"""
+#: Prints names of transformers, and whether they are there; with an argument after our imports.
+_NAMES = """
+import sys
+if len(sys.argv) > 1:
+    from torch_pi2.cli.imports import import_transformers
+    import_transformers()
+    scanned = sum(map(len, sys.modules["transformers"]._import_structure.values()))
+import transformers
+from transformers import initialization
+from transformers.models import gemma3
+if len(sys.argv) > 1:
+    assert sum(map(len, transformers._import_structure.values())) == scanned < 2000, "modules need no scan"
+names = ("AutoTokenizer", "ViTModel", "LlamaForCausalLM", "LlamaTokenizerFast", "FNetTokenizer", "no_such_name")
+for name in names:
+    found = getattr(transformers, name, None)
+    print(name, getattr(found, "__module__", None), getattr(found, "__name__", None))
+print(transformers.processing_utils.ProcessorMixin.__module__, transformers.models.vit.ViTModel.__name__)
+print(*sorted(name for name in dir(transformers) if name not in ("direct_transformers_import",)))
+print(*sorted(dir(transformers.models)))
 """
 
 
@@ -46,6 +66,16 @@ def test_generate_imports_no_compiler_and_nothing_for_other_work(
         assert "transformers.modeling_utils" in modules
         if attempt == "again":  # an import compares modules with Dynamo's graphs
             assert not modules & {*NOT_NEEDED}
+
+
+@pytest.mark.slow
+def test_transformers_has_all_its_names_when_they_are_asked_for() -> None:
+    found = [
+        subprocess.run([sys.executable, "-c", _NAMES, *more], capture_output=True, text=True, check=False)
+        for more in ([], ["ours"])
+    ]
+    assert [(run.returncode, run.stdout) for run in found] == [(0, found[0].stdout)] * 2, found[1].stderr
+    assert "no_such_name None None" in found[1].stdout
 
 
 def test_a_tokenizer_of_one_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,17 +9,20 @@ written), 130 interrupted, 141 the reader closed standard output, 143 ended by S
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
+import gc
 import importlib
 import json
 import os
 import platform
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from inspect import cleandoc
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 import shtab
 
@@ -31,7 +34,7 @@ from torch_pi2.cli.common import Help, Parser
 from torch_pi2.cli.terminal import OutputError, configured, emit, sigterm_as_exit
 from torch_pi2.errors import ArtifactError, Pi2Error
 
-__all__ = ["VERBS", "Parser", "build_parser", "main"]
+__all__ = ["VERBS", "Parser", "build_parser", "command", "main"]
 
 #: Verb -> one line of help, in order of use.
 VERBS = {
@@ -106,18 +109,23 @@ def _run(argv: Sequence[str], parser: BuildParser, own_process: bool) -> tuple[d
         lines("torch-pi2", not args.quiet),
         contextlib.redirect_stdout(sys.stderr),
     ):
+        alone = own_process and args.verb in _GENERATING
+        if alone:
+            gc.disable()  # modules are kept: looking for garbage among them takes a tenth of the start
         import torch
 
-        if own_process and getattr(args, "verb", "") in _GENERATING:
-            from torch_pi2.cli.imports import import_transformers
-
-            import_transformers()
-        import torch_pi2.api  # noqa: F401 (nearly all verbs use it)
-        from torch_pi2.cli import folders
+        from torch_pi2.cli import folders, models
+        from torch_pi2.cli.imports import import_transformers
 
         if args.threads is not None:
             torch.set_num_threads(args.threads)
-        folders.check(args)
+        folders.check(args, alone)
+        if alone:
+            models.parse_tokenizers(*vars(args).get("models") or [args.model])
+            import_transformers()
+            gc.enable()
+        import torch_pi2.api  # noqa: F401 (nearly all verbs use it)
+
         with sigterm_as_exit():
             result = args.module.run(args)
     return result, json.dumps(result) if args.json else args.module.render(result), args.stdout
@@ -160,6 +168,17 @@ def main(argv: Sequence[str] | None = None, parser: BuildParser = build_parser) 
                 sys.stdout.flush()
         except OSError:  # else Python would try again when it closes standard output, and print a traceback
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def command() -> NoReturn:
+    """:func:`main` of a process of its own, which ends without taking models and modules to pieces."""
+    code = main()
+    if all(thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
+        atexit._run_exitfuncs()
+        with contextlib.suppress(OSError):
+            sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _report(error: Pi2Error, as_json: bool) -> int:

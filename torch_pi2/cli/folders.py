@@ -60,14 +60,17 @@ def kind_of(folder: Path) -> str | None:
     return "shards" if found is None and any(folder.glob("rank-*-of-*")) else found
 
 
-def check(args: argparse.Namespace) -> None:
-    """Raise ArtifactError for a folder that another verb takes. Unknown ones pass: they may be names on the Hub."""
+def check(args: argparse.Namespace, alone: bool = False) -> None:
+    """Raise ArtifactError for a folder that another verb takes. Unknown ones pass: they may be names on the Hub.
+
+    ``alone``: as in :func:`_imported`.
+    """
     verb = getattr(args, "verb", None)
     if verb not in _TAKES:
         return
     kinds, argument = _TAKES[verb], next(name for name in _ARGUMENTS if hasattr(args, name))
     given = getattr(args, argument)
-    paths = [_imported(path, args) for path in given] if isinstance(given, list) else [_imported(given, args)]
+    paths = [_imported(path, args, alone) for path in (given if isinstance(given, list) else [given])]
     setattr(args, argument, paths if isinstance(given, list) else paths[0])
     for path in paths:
         kind = kind_of(Path(path))
@@ -86,11 +89,16 @@ def check(args: argparse.Namespace) -> None:
         )
 
 
-def _imported(given: Any, args: argparse.Namespace) -> Any:
-    """``given``, or the folder of its import if it is a GGUF file and the verb takes those."""
+def _imported(given: Any, args: argparse.Namespace, alone: bool) -> Any:
+    """``given``, or the folder of its import if it is a GGUF file and the verb takes those.
+
+    ``alone``: in a process of ours, which imports less of transformers.
+    """
     file = gguf_in(given) if args.verb in _TAKE_GGUF else None
     if file is None or not file.is_file():
         return given
     from torch_pi2.checkpoint.gguf.importing import cached_import
+    from torch_pi2.cli.imports import import_transformers
 
-    return str(cached_import(file, packed=getattr(args, "budget", None) is not None, progress=not args.quiet))
+    packed, before = getattr(args, "budget", None) is not None, import_transformers if alone else None
+    return str(cached_import(file, packed=packed, progress=not args.quiet, before=before))

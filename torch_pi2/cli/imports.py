@@ -4,28 +4,36 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from copy import copy
 from functools import partial
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec, module_from_spec
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Unpack
 
 from torch_pi2.base.uncompiled import uncompiled
 
-_DYNAMO = "torch._dynamo"
+_DYNAMO, _UTILS = "torch._dynamo", "transformers.utils"
 #: Modules that transformers' modelling code imports names from, which take longer than all that a model needs.
 _HEAVY = (
     *("accelerate", "accelerate.hooks", "accelerate.utils", "accelerate.utils.modeling"),
-    *("scipy.optimize", "sklearn.metrics", "torchao.prototype.safetensors.safetensors_support"),
+    *("psutil", "scipy.optimize", "sklearn.metrics", "torchao.prototype.safetensors.safetensors_support"),
     *(_DYNAMO, f"{_DYNAMO}._trace_wrapped_higher_order_op", "torch.nn.attention.flex_attention"),
-    *("torch.distributed._composable.fsdp", "torch.distributed.fsdp", "torch.distributed.checkpoint.hf_storage"),
+    *(
+        "torch.distributed._composable.fsdp",
+        "torch.distributed._functional_collectives",
+        "torch.distributed.fsdp",
+        "torch.distributed.checkpoint.hf_storage",
+    ),
     *(f"torch.distributed.tensor{part}" for part in ("", "._utils", ".placement_types")),
     *("transformers.distributed.expert_parallel", "transformers.distributed.tensor_parallel"),
+    f"{_UTILS}.chat_parsing",
 )
 #: The modules of transformers that import them, for any model.
-_COMMON = ("modeling_utils", "generation.utils", "modeling_layers", "masking_utils", "integrations")
+_COMMON = ("", ".modeling_utils", ".generation.utils", ".modeling_layers", ".masking_utils", ".integrations")
 
 
 class _Later:
@@ -69,61 +77,127 @@ class _LaterModule(ModuleType):
         return _Later(self.__name__, name)
 
 
-class _BeforeDynamo:
-    """A finder in ``sys.meta_path``: if Dynamo is imported after all, transformers is as if it had been all along.
+class _Partial(ModuleType):
+    """A module with some names of its own, which gets all others from its file when one is asked for."""
 
-    ``marked``: functions that transformers marks for Dynamo, and the names of the marks.
-    """
+    def __init__(self, name: str, **own: Any) -> None:
+        super().__init__(name)
+        vars(self).update(own)
 
-    def __init__(self) -> None:
-        self.marked: list[tuple[str, Any]] = []
+    def __getattr__(self, name: str) -> Any:
+        path = sys.modules[self.__name__.rpartition(".")[0]].__path__
+        if name.startswith("__") or (spec := PathFinder.find_spec(self.__name__, path)) is None:
+            raise AttributeError(name)
+        module: Any = module_from_spec(spec)
+        spec.loader.exec_module(module)  # type: ignore[union-attr]
+        for other in vars(module).keys() - vars(self).keys():
+            setattr(self, other, getattr(module, other))
+        return getattr(module, name)
 
-    def mark(self, how: str, fn: Any) -> Any:
-        self.marked.append((how, fn))
-        return fn
+
+class _After:
+    """A finder in ``sys.meta_path`` that calls ``then`` with module ``name`` once that is imported."""
+
+    def __init__(self, name: str, then: Callable[[Any], None]) -> None:
+        self.name, self.then = name, then
 
     def find_spec(self, name: str, _path: Any = None, _target: Any = None) -> Any:
-        if name != _DYNAMO:
+        if name != self.name:
             return None
         sys.meta_path.remove(self)
         spec: Any = find_spec(name)
         spec.loader = copy(spec.loader)
         run = spec.loader.exec_module
 
-        def exec_module(dynamo: ModuleType) -> None:
-            run(dynamo)
-            for how, fn in self.marked:
-                getattr(dynamo, how)(fn)
-            for module in [module for name, module in sys.modules.items() if name.startswith("transformers.")]:
-                for name, value in [*vars(module).items()]:
-                    if isinstance(value, _Later):
-                        with suppress(ImportError, AttributeError):  # stays as it is
-                            setattr(module, name, value._now())
+        def exec_module(module: ModuleType) -> None:
+            run(module)
+            with suppress(Exception):  # of another version
+                self.then(module)
 
         spec.loader.exec_module = exec_module
         return spec
 
 
+def _as_if_imported(marked: list[tuple[str, Any]], dynamo: Any) -> None:
+    """If Dynamo is imported after all: transformers is as if it had been all along.
+
+    ``marked``: functions that transformers marks for Dynamo, and the names of the marks.
+    """
+    for how, fn in marked:
+        getattr(dynamo, how)(fn)
+    for module in [module for name, module in sys.modules.items() if name.startswith("transformers.")]:
+        for name, value in [*vars(module).items()]:
+            if isinstance(value, _Later):
+                with suppress(ImportError, AttributeError):  # stays as it is
+                    setattr(module, name, value._now())
+
+
+def _scan_when_asked(utils: Any) -> None:
+    """transformers reads the files of all model families to find its public names: let it when it lacks one."""
+    scan, lazy = utils.create_import_structure_from_path, utils._LazyModule
+    asked, folders = lazy.__getattr__, set[Path]()
+    prefixes = {"transformers": "models", "transformers.models": None}
+
+    def some(path: Any) -> Any:
+        folder = Path(path).parent if Path(path).is_file() else Path(path)
+        if folder.name != "models" or folder.parent.name != "transformers":
+            return scan(path)
+        folders.add(folder)
+        return {"auto": scan(str(folder / "auto"))}
+
+    def find(self: Any, name: str) -> Any:
+        known = (self._class_to_module, self._modules, self._objects, dir(ModuleType))
+        if folders and self.__name__ in prefixes and not any(name in names for names in known):
+            place = Path(self.__path__[0], name)
+            if place.is_dir() or place.with_suffix(".py").is_file():
+                return importlib.import_module(f".{name}", self.__name__)
+            utils.create_import_structure_from_path, folder = scan, folders.pop()
+            utils.define_import_structure.cache_clear()
+            for module in [sys.modules[name] for name in prefixes if name in sys.modules]:
+                structure = utils.define_import_structure(folder, prefixes[module.__name__])
+                whole = lazy(module.__name__, module.__file__, structure)
+                for names in ("_class_to_module", "_modules", "_object_missing_backend", "_import_structure"):
+                    getattr(module, names).update(getattr(whole, names))
+                module.__all__ = [*{*module.__all__, *whole.__all__}]
+        return asked(self, name)
+
+    utils.create_import_structure_from_path, lazy.__getattr__ = some, find
+
+
+def _undocumented(obj: Any = None, **_texts: Any) -> Any:
+    """In place of transformers' ``auto_docstring``, which parses the source of what it decorates."""
+    return (lambda decorated: decorated) if obj is None else obj
+
+
 def import_transformers() -> None:
     """Import transformers' code for language models; the names of :data:`_HEAVY` there are imported when used.
 
-    For a process of ours. Does nothing if transformers is missing, or its modelling code was imported already.
+    For a process of ours. Does nothing if transformers is missing, or was imported already.
     """
-    with suppress(ImportError):  # reported by what needs it
-        importlib.import_module("transformers")
-    if "transformers.modeling_utils" in sys.modules or _DYNAMO in sys.modules:
+    if {"transformers", _DYNAMO} & sys.modules.keys() or not find_spec("transformers"):  # reported by what needs it
         return
-    before = _BeforeDynamo()
+    marked: list[tuple[str, Any]] = []
+
+    def mark(how: str, fn: Any) -> Any:
+        marked.append((how, fn))
+        return fn
+
     later = {name: _LaterModule(name) for name in _HEAVY if name not in sys.modules and find_spec(name.split(".")[0])}
-    marks = {how: partial(before.mark, how) for how in ("allow_in_graph", "assume_constant_result")}
+    marks = {how: partial(mark, how) for how in ("allow_in_graph", "assume_constant_result")}
     vars(later[_DYNAMO]).update(marks, disable=uncompiled)
     sys.modules.update(later)
+    for partial_module in (
+        _Partial(f"{_UTILS}.auto_docstring", auto_docstring=_undocumented),
+        _Partial("transformers.processing_utils", Unpack=Unpack),
+    ):
+        sys.modules[partial_module.__name__] = partial_module
+    sys.meta_path.insert(0, _After(f"{_UTILS}.import_utils", _scan_when_asked))
     try:
         with suppress(Exception):  # of another version of transformers, whose modules are imported as they are
             for name in _COMMON:
-                importlib.import_module(f"transformers.{name}")
+                importlib.import_module(f"transformers{name}")
     finally:
         for name, module in later.items():
             if sys.modules.get(name) is module:
                 del sys.modules[name]
-        sys.meta_path.insert(0, before)
+        sys.meta_path.insert(0, _After(_DYNAMO, partial(_as_if_imported, marked)))

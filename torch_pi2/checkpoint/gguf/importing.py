@@ -11,6 +11,7 @@ import math
 import re
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -115,11 +116,13 @@ def _write_config(checkpoint: GgufCheckpoint, folder: Path) -> None:
     GenerationConfig.from_model_config(config).save_pretrained(folder)
 
 
-def cached_import(file: Path, *, packed: bool, progress: bool = False) -> Path:
+def cached_import(
+    file: Path, *, packed: bool, progress: bool = False, before: Callable[[], None] | None = None
+) -> Path:
     """The folder with the import of ``file``, made now or earlier; ``packed``: with a neuron store of all layers.
 
-    Waits for another process that is importing it. A damaged folder is made again. Raises as :func:`import_gguf` and
-    ``pack``.
+    Waits for another process that is importing it. A damaged folder is made again. ``before``: called before an import.
+    Raises as :func:`import_gguf` and ``pack``.
     """
     with GgufModel(file) as model:
         name = re.sub(r"[^\w.-]", "_", model.path.stem).encode()[:_NAME_BYTES].decode(errors="ignore")
@@ -134,6 +137,8 @@ def cached_import(file: Path, *, packed: bool, progress: bool = False) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with locked(folder.with_name(f"{folder.name}-import"), math.inf, waits):
             if not _is_whole(folder):
+                if before is not None:
+                    before()
                 _import(file, folder, packed, progress)
     except OSError as error:
         raise not_written(folder, error) from error
