@@ -177,9 +177,6 @@ def _with_rows(
     return run
 
 
-# --- graphs ---
-
-
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:
     """A copy to change, with the attributes that AOTAutograd reads; Dynamo reads its own graph again afterwards."""
     graph = fx.Graph()
@@ -196,7 +193,6 @@ def _copy(gm: fx.GraphModule) -> fx.GraphModule:
     return copy
 
 
-# --- merging linears that read the same input; lossless ---
 #
 # The rows move once into one block of memory, of which the modules' own tensors become views: nothing is held twice.
 

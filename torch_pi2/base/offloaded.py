@@ -219,9 +219,6 @@ def _not_heeded(name: str) -> ConfigError:
     )
 
 
-# --- what a module does differently while a sparse layer has its values ---
-
-
 class _Method:
     """``function(module, ...)`` as an attribute of ``module``, weakly referenced: a cycle would keep weights alive."""
 

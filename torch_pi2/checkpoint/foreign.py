@@ -32,8 +32,6 @@ from torch_pi2.store.source import Checkpoint
 
 _DAMAGED = "Get the checkpoint again."
 
-# --- which formats are read, by their configuration
-
 
 class Format(NamedTuple):
     """How a checkpoint stores its matrices.
@@ -161,8 +159,6 @@ def _compressed_format(folder: Path, settings: Mapping[str, Any]) -> Format:
         shifted=all(one.get("symmetric") is False for one in weights),
     )
 
-
-# --- matrices
 
 #: Order of the eight 4-bit numbers in an int32 of AWQ.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)

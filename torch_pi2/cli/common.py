@@ -28,9 +28,6 @@ MOST_TOKENS = 4096
 LEAVE_OUT = ("miss_margin", "drop_experts")
 
 
-# --- the parser
-
-
 class Parser(argparse.ArgumentParser):
     """Reports a wrong command line as a Pi2Error, so that ``--json`` covers it too."""
 
@@ -86,9 +83,6 @@ def add_old_name(parser: argparse.ArgumentParser, old: str, new: str) -> None:
     parser.add_argument(old, action=OldName, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **how)
 
 
-# --- types of options
-
-
 def _integer(name: str, least: int, most: int = 1 << 31) -> Callable[[str], int]:
     """An argparse type of ASCII digits; int() would also take ``1_0`` and digits of other scripts."""
 
@@ -131,9 +125,6 @@ port = _integer("port", 0, 65535)
 seed = _integer("seed", 0, (1 << 62) - 1)
 sizes = list_of(positive, "sizes")
 shares = list_of(float, "shares")
-
-
-# --- groups of options
 
 
 def add_every(parser: argparse.ArgumentParser) -> None:
@@ -243,9 +234,6 @@ def add_storage(parser: argparse.ArgumentParser) -> None:
     add("--activations", choices=ACTIVATIONS, help="int8: also round the inputs of quantised layers")
     how = "on --text. weighted: errors count as much as inputs are large; gptq: minutes"
     add("--quantization", choices=QUANTIZATIONS, help=how)
-
-
-# --- values of options
 
 
 def given(args: argparse.Namespace, *names: str) -> dict[str, Any]:

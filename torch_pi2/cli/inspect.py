@@ -68,9 +68,6 @@ def render(result: dict[str, Any]) -> str:
     return str(kinds.get(result["contains"][0], _render_folder)(result))
 
 
-# --- folders of ours
-
-
 def describe(folder: Path, verify: bool = False, progress: bool = True) -> dict[str, Any]:
     """What ``folder`` contains: kinds, file sizes, a dict per layer, bytes of a store by purpose, budgets, verdict.
 
@@ -322,9 +319,6 @@ def _render_budget(budget: dict[str, Any]) -> str:
     )
 
 
-# --- checkpoints that are not optimised
-
-
 def describe_checkpoint(folder: Path, verify: bool, trust_remote_code: bool) -> dict[str, Any]:
     """``contains``, the fields of :class:`torch_pi2.planner.supported.Supported`, and ``quantised_by``: the
     quantisation method of the checkpoint, or empty. Raises ArtifactError: transformers cannot build the model.
@@ -386,9 +380,6 @@ def _stays_dense(left: dict[str, str]) -> list[str]:
         which = names[0] if len(names) == 1 else f"{len(names)} layers, {names[0]} to {names[-1]}"
         lines.append(f"stays dense: {which}: {reason}")
     return lines
-
-
-# --- bundles
 
 
 def describe_bundle(folder: Path, verify: bool, progress: bool) -> dict[str, Any]:

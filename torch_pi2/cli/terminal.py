@@ -48,9 +48,6 @@ def emit(file: TextIO | None, text: str) -> None:
         raise OutputError("standard output", expected=expected, found=found, fix=fix) from error
 
 
-# --- tables
-
-
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Aligned columns, numbers to the right. In a terminal, columns that do not fit go into further tables."""
     body = [list(header), *([str(cell) for cell in row] for row in rows)]
@@ -89,9 +86,6 @@ def shown(name: str, value: Any) -> str:
     if isinstance(value, float):
         return percent(value) if _SHARE.search(name) else f"{value:.4g}"
     return str(value)
-
-
-# --- messages of libraries
 
 
 @contextmanager
@@ -137,9 +131,6 @@ def muted(verbose: bool = False) -> Iterator[None]:
         os.dup2(stderr, 2)
         os.close(stderr)
         os.close(nowhere)
-
-
-# --- signals
 
 
 @contextmanager

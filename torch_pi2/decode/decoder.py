@@ -269,8 +269,6 @@ class Decoder:
                 return logits_TV
             return self._answer(self.model(**self._inputs(ids_BT), logits_to_keep=1).logits)
 
-    # --- prompts ---
-
     @broadcast_call
     @torch.inference_mode()
     def prompt(self, ids_BT: torch.Tensor, known: int = 0) -> torch.Tensor:
@@ -469,8 +467,6 @@ class Decoder:
             )
         return self._kv.copied(row, first, last)
 
-    # --- steps ---
-
     @broadcast_call
     @torch.inference_mode()
     def step(self, next_B1: torch.Tensor) -> torch.Tensor:
@@ -549,8 +545,6 @@ class Decoder:
             raise
         self._lengthen(ids_BT.shape[1])
         return result
-
-    # --- sequences ---
 
     @broadcast_call
     @torch.inference_mode()
@@ -683,8 +677,6 @@ class Decoder:
                 fix="Iterate over add(...) to its end, or close() it.",
             )
 
-    # --- bookkeeping ---
-
     def _lengthen(self, tokens: int) -> None:
         lengths = [length + tokens for length in self.lengths]
         self._kv.add(tokens, lengths)
@@ -714,8 +706,6 @@ class Decoder:
 
     def __reduce__(self) -> Any:
         raise TypeError("a Decoder is neither copied nor pickled: make another one of its model")
-
-    # --- recording and compiling ---
 
     def _forget_changed(self) -> None:
         """Another answer begins: drop recorded and compiled steps if the model or its code has changed."""

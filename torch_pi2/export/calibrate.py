@@ -119,9 +119,6 @@ def _size(batch: Batch) -> int:
     return 0 if batch.input_ids is None else batch.input_ids.numel()
 
 
-# --- loss with hot parts on an NPU ------------------------------------------------------------------------------------
-
-
 def loss_of(
     model: nn.Module,
     layers: Sequence[SparseFFN],

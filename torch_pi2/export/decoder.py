@@ -238,9 +238,6 @@ def prompt_sizes(methods: Iterable[str]) -> list[int]:
     return [sizes_of(name)[1] for name in methods if name.startswith("prefill_")]
 
 
-# --- checks -----------------------------------------------------------------------------------------------------------
-
-
 #: Tokens compared at the first and last positions, and the smallest max_tokens.
 _HEAD, _TAIL, _LEAST = 40, 8, 3
 #: Largest buffer that a model may change while it runs, such as rotary frequencies.

@@ -48,9 +48,6 @@ _submitted: dict[tuple[str, int, int], torch.Tensor] = {}
 _numbers = itertools.count()
 
 
-# --- operators --------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def registered(layers: Sequence[SparseLayer]) -> Iterator[str]:
     """Name ``layers`` for the operators within the block."""
@@ -120,9 +117,6 @@ def cold_part(ffn: SparseFFN, x: torch.Tensor, first: int) -> torch.Tensor:
         thresholds,
     )
     return y
-
-
-# --- modules ----------------------------------------------------------------------------------------------------------
 
 
 class DelegatedFFN(nn.Module):
@@ -208,9 +202,6 @@ def split_hot_cold(model: nn.Module, hot: Sequence[tuple[nn.Module, int]]) -> No
     """Replace each :class:`DelegatedFFN` by a :class:`SplitFFN`; ``hot``: by layer, the module and its neurons."""
     whole = sorted({m for m in model.modules() if isinstance(m, DelegatedFFN)}, key=lambda m: m.layer)
     replace_modules(model, {m: SplitFFN(m, *part) for m, part in zip(whole, hot, strict=True)})
-
-
-# --- the rest of the model --------------------------------------------------------------------------------------------
 
 
 #: Columns that share a scale.

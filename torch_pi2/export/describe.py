@@ -180,9 +180,6 @@ def _lossy(source: Source, settings: ExportSettings, methods: Methods) -> Iterat
             yield f"attention {kind} on {soc} in those pieces"
 
 
-# --- contents of a .pte -----------------------------------------------------------------------------------------------
-
-
 #: Bytes of a file's head with an extended header, as in ExecuTorch's C++.
 _HEAD = 64
 

@@ -339,9 +339,6 @@ def _refused(model: nn.Module, found: str) -> UnsupportedModelError:
     )
 
 
-# --- placement --------------------------------------------------------------------------------------------------------
-
-
 #: The attention calls of a decoder's layers; and method -> name -> part on the accelerator, empty: on the CPU.
 PlacedAttention = tuple[Sequence[AttentionCall], Mapping[str, Mapping[str, nn.Module]]]
 _ON_CPU: PlacedAttention = (), {}

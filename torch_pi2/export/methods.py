@@ -142,9 +142,6 @@ def module_methods(
     return Methods({"forward": MethodSpec(model, given, kwargs, dynamic_shapes)})
 
 
-# --- an accelerator's part --------------------------------------------------------------------------------------------
-
-
 def chunks_of(source: Source, settings: ExportSettings) -> dict[str, list[int]]:
     """The chunks of all methods; empty without an accelerator. Raises ConfigError: an NPU's memory is too small."""
     if not settings.splits:

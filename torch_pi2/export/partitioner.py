@@ -242,9 +242,6 @@ class Pi2Partitioner(BlobPartitioner):
             )
 
 
-# --- whole programs ---------------------------------------------------------------------------------------------------
-
-
 #: Most threads of ExecuTorch's pool with partial sums in our attention; and, in a row of sums, padding, maximum and
 #: total.
 _THREADS, _PADDING = 8, 18
@@ -346,9 +343,6 @@ def _check_delegated(edge: Any, calls: Mapping[str, int], name: str) -> None:
                 found=f"{found}" + (f", and {len(missed)} operators not delegated ({missed[0]})" if missed else ""),
                 fix="Report it: the partitioner has missed a layer.",
             )
-
-
-# --- memory of lowered programs ---------------------------------------------------------------------------------------
 
 
 def workspace_bytes(edge: Any) -> int:

@@ -420,9 +420,6 @@ def _cache_kib(manifest: Manifest, folder: Path, budget: int) -> int:
     return kib
 
 
-# --- the program ------------------------------------------------------------------------------------------------------
-
-
 #: Options are global until a store is opened: one program at a time sets them.
 _OPENING = threading.Lock()
 #: ExecuTorch's codes of input dtypes.

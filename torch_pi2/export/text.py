@@ -262,9 +262,6 @@ def chat_text(tokenizer: Any, messages: Any) -> str:
         ) from error
 
 
-# --- sampling ---------------------------------------------------------------------------------------------------------
-
-
 GENERATION_FILE = "generation_config.json"
 #: Field -> its name in that file. Without temperature: answers are greedy by default.
 _NAMES = {

@@ -247,8 +247,6 @@ class SparseExperts(nn.Module):
             setattr(part, name, [numbers[expert] for expert in experts] if numbers else [])
         return part
 
-    # --- the dense parameters, of all experts ---
-
     def dense_value(self, name: str) -> torch.Tensor:
         """A copy of the module's parameter ``name``; see :meth:`SparseFFN.dense_value`."""
         value = torch.empty_like(self.shape_of(name), device=self.order.device, memory_format=torch.contiguous_format)

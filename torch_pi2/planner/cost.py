@@ -88,9 +88,6 @@ def without_gpu(hardware: Hardware) -> Hardware:
     return replace(hardware, accelerator=None) if theirs is not None and theirs.holds_rest else hardware
 
 
-# --- neurons that a step needs ---
-
-
 def expert_use(layer: LayerShape, batch: float) -> tuple[float, float]:
     """Share of steps that route any of ``batch`` tokens to an expert, and its mean number of tokens in those steps.
 
@@ -200,9 +197,6 @@ def _wanted_slots(layer: LayerShape, batch: int, hot: int, first: int) -> np.nda
     return wanted_S
 
 
-# --- compute ---
-
-
 def ffn_ms(layer: LayerShape, hardware: Hardware, batch: float, hot: int, accelerator: int = 0) -> dict[str, float]:
     """Milliseconds of a layer in one step of ``batch`` tokens, by ``FFN_PARTS``.
 
@@ -300,9 +294,6 @@ def switch_point(hardware: Hardware, layer: LayerShape, hot: int) -> int:
             break
         at = tokens
     return at
-
-
-# --- reads ---
 
 
 def reads_whole(layer: LayerShape, hardware: Hardware, batch: int, hot: int, first: int = 0) -> bool:

@@ -197,9 +197,6 @@ def _ms(request: Request, group: Sequence[int], hot: Counts, accelerator: Counts
     return sum(math.fsum(request.step(b, hot, accelerator).values()) / b for b in group)
 
 
-# --- an accelerator ---
-
-
 def _with_accelerator(request: Request) -> dict[int, tuple[Counts, Counts]]:
     """Batch size -> hot neurons, and those of them on the accelerator.
 

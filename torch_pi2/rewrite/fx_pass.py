@@ -38,9 +38,6 @@ _SAMPLE = 32
 _Stamp = tuple[int, int, tuple[float, ...]]
 
 
-# --- neurons, shared by all graphs over the same weights ---
-
-
 @dataclass
 class _Packed:
     """A sparse layer with the state of the parameters it was made from.
@@ -92,9 +89,6 @@ class SparseCall:
     packed: _Packed
     positions: list[int]
     extra: list[torch.Tensor]
-
-
-# --- the graph ---
 
 
 def weights_of(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[fx.Node, torch.Tensor]:
@@ -256,9 +250,6 @@ def _replace(gm: fx.GraphModule, layer: GraphLayer, ffn: Any, replaced: dict[fx.
     for old in reversed(layer.nodes):
         gm.graph.erase_node(old)
     return extra
-
-
-# --- plans: finding the planned layer of a match ---
 
 
 def _name(parameter: fx.Node) -> str:

@@ -139,9 +139,6 @@ def _probes_of(site: FFNSite, weights: FFNWeights) -> list[Probe]:
     return probes
 
 
-# --- the three strategies: each returns its overrides, or why it does not work ---
-
-
 def _by_module(model: nn.Module, site: FFNSite, ffn: Any, probes: Sequence[Probe]) -> list[Override] | str:
     if not site.owner:
         return "module: it is the whole model"
@@ -252,9 +249,6 @@ _TRY: dict[str, Callable[[nn.Module, FFNSite, Any, Sequence[Probe]], list[Overri
 
 def _module_name(parameter: str) -> str:
     return parameter.rpartition(".")[0]
-
-
-# --- checks that modules compute the FFN, and nothing else ---
 
 
 def no_strategy(site: FFNSite, reasons: Sequence[str]) -> UnsupportedModelError:

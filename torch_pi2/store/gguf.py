@@ -153,8 +153,6 @@ class GgufFile(OpenFile):
             self.tensors: dict[str, GgufTensor] = {}
             self._read_header()
 
-    # --- header
-
     def _take(self, size: int) -> bytes:
         end = self._at + size
         if end > self.size:
@@ -297,8 +295,6 @@ class GgufFile(OpenFile):
                 )
             end = offset + tensor.nbytes
             self.tensors[name] = tensor
-
-    # --- tensors
 
     def tensor(self, name: str) -> GgufTensor:
         """Raises ArtifactError: there is no such tensor."""

@@ -160,9 +160,6 @@ def _delegate(program: torch.export.ExportedProgram, compiled: Compiled) -> nn.M
     return delegate  # type: ignore[no-any-return]
 
 
-# --- compiler processes -----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Compiled:
     """A part: the quantised program, its context binary and compile specification, and a report."""

@@ -42,9 +42,6 @@ def block_scales(weight: torch.Tensor, size: int) -> torch.Tensor:
     return best.scatter(1, most.argmax(1, keepdim=True), float(STEPS)) * step
 
 
-# --- GPTQ -------------------------------------------------------------------------------------------------------------
-
-
 class _Common(NamedTuple):
     """A sixteenth of each row's largest scale, and the group with that scale."""
 
