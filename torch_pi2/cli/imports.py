@@ -153,7 +153,8 @@ def _scan_when_asked(utils: Any) -> None:
                 return importlib.import_module(f".{name}", self.__name__)
             utils.create_import_structure_from_path, folder = scan, folders.pop()
             utils.define_import_structure.cache_clear()
-            for module in [sys.modules[name] for name in prefixes if name in sys.modules]:
+            modules: list[Any] = [sys.modules[name] for name in prefixes if name in sys.modules]
+            for module in modules:
                 structure = utils.define_import_structure(folder, prefixes[module.__name__])
                 whole = lazy(module.__name__, module.__file__, structure)
                 for names in ("_class_to_module", "_modules", "_object_missing_backend", "_import_structure"):

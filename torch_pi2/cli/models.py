@@ -262,7 +262,8 @@ class _ParsedTokenizer(threading.Thread):
 
     def __init__(self, file: Path) -> None:
         super().__init__(daemon=True)
-        self._file, self._made = file, None
+        self._made: Any = None
+        self._file = file
         self.start()
 
     def run(self) -> None:
