@@ -86,6 +86,17 @@ def test_rows_are_kept(made: Any, tmp_path: Path, name: str, kind: str) -> None:
     torch.testing.assert_close(logits(again), wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
 
 
+@pytest.mark.parametrize(("kind", "dtype"), [("Q4_0", torch.float32), ("BF16", torch.bfloat16)])
+def test_float32_unless_most_weights_have_16_bits(made: Any, tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+    _, _, file = made("llama")
+    ggufs.retyped(file, tmp_path / "typed.gguf", kind)
+    torch_pi2.import_gguf(tmp_path / "typed.gguf", tmp_path / "out")
+    for chosen, wanted in ((None, dtype), (torch.float16, torch.float16)):
+        model = torch_pi2.load(tmp_path / "out", dtype=chosen)
+        assert {tensor.dtype for tensor in model.parameters()} <= {wanted, torch.uint8}
+        assert model(TOKENS).logits.dtype == wanted
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "IQ4_XS"])
 def test_rounded_again(made: Any, tmp_path: Path, kind: str) -> None:

@@ -40,7 +40,7 @@ _HEAD_BYTES = 1 << 20
 #: Bytes of the file's name in its folder's name: file systems allow 255, and lock files add some.
 _NAME_BYTES = 100
 #: Increased when imports change, so that cached ones are made again.
-_REVISION = 3
+_REVISION = 4
 
 
 @checked
@@ -59,7 +59,7 @@ def import_gguf(
     files, which store it by neuron. Gate and up of different types are rounded too: to int8 if other layers keep theirs
     or the file has six or more bits per weight there, otherwise to int4. Rows are read some at a time.
 
-    Loaded by default with ``activations="int8"``, as the file's own engine computes.
+    Loaded by default in float32 with ``activations="int8"``, as the file's own engine computes (docs/GGUF.md).
 
     Args:
         file: a GGUF file, any part of a split model (``model-00001-of-00003.gguf``) with the others beside it, or a
@@ -111,7 +111,8 @@ def _write_config(checkpoint: GgufCheckpoint, folder: Path) -> None:
             fix="The file is damaged, or transformers too old for it: pip install -U transformers.",
         ) from error
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
-    config.dtype = "bfloat16"
+    largest = max(checkpoint.file.tensors.values(), key=lambda tensor: tensor.nbytes)
+    config.dtype = "bfloat16" if largest.type.name in ("F16", "BF16") else "float32"  # as llama.cpp's activations
     config.save_pretrained(folder)
     GenerationConfig.from_model_config(config).save_pretrained(folder)
 
