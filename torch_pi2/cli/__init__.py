@@ -114,18 +114,19 @@ def _run(argv: Sequence[str], parser: BuildParser, own_process: bool) -> tuple[d
             gc.disable()  # modules are kept: looking for garbage among them takes a tenth of the start
         import torch
 
-        from torch_pi2.cli import folders, models
+        from torch_pi2.cli import folders
         from torch_pi2.cli.imports import import_transformers
 
         if args.threads is not None:
             torch.set_num_threads(args.threads)
         folders.check(args, alone)
         if alone:
-            models.parse_tokenizers(*vars(args).get("models") or [args.model])
             import_transformers()
-            gc.enable()
         import torch_pi2.api  # noqa: F401 (nearly all verbs use it)
 
+        if alone:
+            gc.freeze()
+            gc.enable()
         with sigterm_as_exit():
             result = args.module.run(args)
     return result, json.dumps(result) if args.json else args.module.render(result), args.stdout

@@ -14,6 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Unpack
 
+import torch
+
 from torch_pi2.base.uncompiled import uncompiled
 
 _DYNAMO, _UTILS = "torch._dynamo", "transformers.utils"
@@ -177,6 +179,7 @@ def import_transformers() -> None:
     """
     if {"transformers", _DYNAMO} & sys.modules.keys() or not find_spec("transformers"):  # reported by what needs it
         return
+    torch._library.utils.get_source = lambda stacklevel: ""  # reads files to name the line of an operator
     marked: list[tuple[str, Any]] = []
 
     def mark(how: str, fn: Any) -> Any:

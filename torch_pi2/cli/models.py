@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -231,6 +230,8 @@ def load_tokenizer(args: argparse.Namespace) -> Any:
     settings, found = folder / "tokenizer_config.json", {}
     if settings.is_file():
         found = parse(read_bytes(settings), settings, unique=False)  # transformers says less about a damaged one
+    from torch_pi2.base.memory import trim
+
     with _loading(args, "tokenizer of", expected):
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -238,11 +239,10 @@ def load_tokenizer(args: argparse.Namespace) -> Any:
         made_by: Any = AutoTokenizer
         if _is_in_one_file(folder, found):  # else transformers parses it twice, the second time for its added tokens
             made_by, how = PreTrainedTokenizerFast, how | {"added_tokens_decoder": {}}
-            if (parsed := _parsed.pop(str(folder), None)) and parsed.wait():
-                how["tokenizer_object"] = parsed
         tokenizer = made_by.from_pretrained(args.model, **how)
         try_out(tokenizer)
-        return tokenizer
+    trim()  # several times the size of the file, while it was parsed
+    return tokenizer
 
 
 def _is_in_one_file(folder: Path, settings: Any) -> bool:
@@ -254,42 +254,6 @@ def _is_in_one_file(folder: Path, settings: Any) -> bool:
         and not settings.keys() & {"added_tokens_decoder", "auto_map"}
         and (folder / "tokenizer.json").is_file()
         and not any((folder / name).exists() for name in others)
-    )
-
-
-class _ParsedTokenizer(threading.Thread):
-    """Parses a tokenizer.json while others import modules, which tokenizers does without Python's lock."""
-
-    def __init__(self, file: Path) -> None:
-        super().__init__(daemon=True)
-        self._made: Any = None
-        self._file = file
-        self.start()
-
-    def run(self) -> None:
-        from torch_pi2.base.memory import trim
-
-        with suppress(BaseException):  # also of Rust; the next to parse it reports it
-            from tokenizers import Tokenizer
-
-            self._made = Tokenizer.from_file(str(self._file))
-            trim()  # several times the file, while it is parsed
-
-    def wait(self) -> bool:
-        self.join()
-        return self._made is not None
-
-    def __deepcopy__(self, _memo: Any) -> Any:  # which transformers asks for
-        return self._made
-
-
-_parsed: dict[str, _ParsedTokenizer] = {}
-
-
-def parse_tokenizers(*folders: str) -> None:
-    """Begin to parse the tokenizers of our imports, for :func:`load_tokenizer`."""
-    _parsed.update(
-        {folder: _ParsedTokenizer(file) for folder in folders if (file := Path(folder, "tokenizer.json")).is_file()}
     )
 
 

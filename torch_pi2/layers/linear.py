@@ -26,6 +26,8 @@ from torch_pi2.ops.quantized import RelativeError, check_kind, check_rows_kind, 
 
 #: Size in float32 of the rows quantised or dequantised at a time.
 CHUNK_BYTES = 32 << 20
+#: Size of the rows that are moved into blocks at a time, in memory of several times that size.
+_MOVED_BYTES = 1 << 20
 
 
 class _OverRows(nn.Module):
@@ -163,7 +165,7 @@ class QuantLinear(_OverRows):
         """Store rows in blocks of 16, in place, if this CPU's kernels prefer them; the values do not change."""
         wanted = wants_blocks(self.weights, self.out_features, self.in_features, self.int8_activations)
         if wanted and not self.blocks and not self.rows.is_meta:
-            step = max(1, CHUNK_BYTES // (BLOCK_ROWS * self.rows.shape[1])) * BLOCK_ROWS
+            step = max(1, _MOVED_BYTES // (BLOCK_ROWS * self.rows.shape[1])) * BLOCK_ROWS
             for part in self.rows.split(step):
                 part.copy_(to_blocks(part, self.weights, self.in_features))
             self.blocks = True
