@@ -231,6 +231,7 @@ def load_tokenizer(args: argparse.Namespace) -> Any:
     if settings.is_file():
         found = parse(read_bytes(settings), settings, unique=False)  # transformers says less about a damaged one
     from torch_pi2.base.memory import trim
+    from torch_pi2.checkpoint.gguf.importing import imports_folder
 
     with _loading(args, "tokenizer of", expected):
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -240,7 +241,7 @@ def load_tokenizer(args: argparse.Namespace) -> Any:
         if _is_in_one_file(folder, found):  # else transformers parses it twice, the second time for its added tokens
             made_by, how = PreTrainedTokenizerFast, how | {"added_tokens_decoder": {}}
         tokenizer = made_by.from_pretrained(args.model, **how)
-        try_out(tokenizer)
+        try_out(tokenizer, ours=imports_folder() in folder.parents)
     trim()  # several times the size of the file, while it was parsed
     return tokenizer
 

@@ -143,10 +143,13 @@ def tokenizer_of(model: Any, tokenizer: Any, what: str, error: type[Pi2Error] = 
         raise _unknown(error, what, f"that of {folder}, which cannot be loaded: {reason[:200]}") from damage
 
 
-def try_out(tokenizer: Any) -> None:
-    """Raises what ``tokenizer`` raises for some damaged settings; warns of damage that no library notices."""
+def try_out(tokenizer: Any, ours: bool = False) -> None:
+    """Raises what ``tokenizer`` raises for some damaged settings; warns of damage that no library notices.
+
+    ``ours``: of an import in the cache, whose ids are positions.
+    """
     tokenizer("a")
-    words = tokenizer.get_vocab() if getattr(tokenizer, "is_fast", False) else {}
+    words = tokenizer.get_vocab() if getattr(tokenizer, "is_fast", False) and not ours else {}
     if len(of_id := {number: word for word, number in words.items()}) < len(words):
         word, number = next((word, number) for word, number in words.items() if of_id[number] != word)
         about = tokenizer.name_or_path, word, of_id[number], number

@@ -8,10 +8,12 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import os
 import re
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -125,25 +127,42 @@ def cached_import(
     Waits for another process that is importing it. A damaged folder is made again. ``before``: called before an import.
     Raises as :func:`import_gguf` and ``pack``.
     """
+    seen = _seen(file, packed) if file.is_file() else ""
+    for mark in imports_folder().glob(f"*/{seen}") if seen else ():
+        if _is_whole(mark.parent):
+            return mark.parent
     with GgufModel(file) as model:
         name = re.sub(r"[^\w.-]", "_", model.path.stem).encode()[:_NAME_BYTES].decode(errors="ignore")
-        folder = cache_folder() / "gguf" / f"{name}-{_key(model, packed)}"
+        folder, alone = imports_folder() / f"{name}-{_key(model, packed)}", len(model.paths) == 1
 
     def waits() -> None:
         _log.warning("another process imports %s; this one waits for it", file)
 
     try:
-        if _is_whole(folder):
-            return folder
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with locked(folder.with_name(f"{folder.name}-import"), math.inf, waits):
-            if not _is_whole(folder):
-                if before is not None:
-                    before()
-                _import(file, folder, packed, progress)
+        if not _is_whole(folder):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with locked(folder.with_name(f"{folder.name}-import"), math.inf, waits):
+                if not _is_whole(folder):
+                    if before is not None:
+                        before()
+                    _import(file, folder, packed, progress)
     except OSError as error:
         raise not_written(folder, error) from error
+    with suppress(OSError):
+        if alone:
+            (folder / seen).touch()
     return folder
+
+
+def imports_folder() -> Path:
+    return cache_folder() / "gguf"
+
+
+def _seen(file: Path, packed: bool) -> str:
+    """Name of the mark, in the folder of its import, of a file that has not changed since: not even its times."""
+    about, path = os.stat(file), os.path.realpath(file)
+    parts = (path, about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns, packed)
+    return f".{hashlib.sha256(repr((__version__, _REVISION, parts)).encode()).hexdigest()[:16]}.seen"
 
 
 def _import(file: Path, folder: Path, packed: bool, progress: bool) -> None:

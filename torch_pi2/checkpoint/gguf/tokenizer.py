@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -53,12 +54,34 @@ def write_tokenizer(file: GgufFile, folder: Path) -> str:
             made, _ = convert_gguf_tokenizer(arch, vocabulary)
         if model == "llama" and not arch.startswith("gemma"):
             _as_llama_cpp_splits(made, file.metadata.get("tokenizer.ggml.add_space_prefix") is not False)
-        PreTrainedTokenizerFast(tokenizer_object=made, **about).save_pretrained(folder)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=_NotCopied(made), **about)
+        tokenizer.save_pretrained(folder)
+        (folder / "tokenizer.json").write_text(_short(tokenizer.backend_tokenizer.to_str()), encoding="utf-8")
     except BaseException as error:  # transformers and tokenizers raise many types
         if not is_failure(error):
             raise
         return f"transformers cannot read it: {' '.join(str(error).split())[:200]}"
     return ""
+
+
+class _NotCopied:
+    """A tokenizer that transformers would copy, which takes as long as to parse it."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self._tokenizer
+
+
+def _short(text: str) -> str:
+    """``tokenizer.json`` with each merge as a text of two words, as before tokenizers 0.20: it is read a third faster.
+
+    Not if words have spaces.
+    """
+    head, name, merges = text.partition('"merges":[')
+    word = r'"((?:[^"\\]|\\.)*)"'
+    return text if " " in merges else head + name + re.sub(rf"\[{word},{word}\]", r'"\1 \2"', merges)
 
 
 def _described(file: GgufFile) -> tuple[dict[str, Any], dict[str, Any]]:
