@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -13,10 +14,14 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 import torch_pi2
 from torch_pi2.base.files import locked
+from torch_pi2.checkpoint.gguf import importing
 from torch_pi2.checkpoint.gguf.importing import cached_import
+from torch_pi2.checkpoint.gguf.tokenizer import _short
 from torch_pi2.errors import ArtifactError
 
 GOLDEN = Path(__file__).parents[1] / "data" / "gguf" / "tiny-llama.q4_k_m.gguf"
@@ -67,6 +72,34 @@ def test_what_a_killed_one_leaves(cache: Path, packed: bool) -> None:
     folder = cached_import(GOLDEN, packed=packed)
     assert names(cache) == [folder.name]
     torch_pi2.load(folder)
+
+
+def test_a_file_that_has_not_changed_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.gguf"
+    shutil.copy(GOLDEN, path)
+    first = cached_import(path, packed=False)
+    monkeypatch.setattr(importing, "GgufModel", None)
+    assert cached_import(path, packed=False) == first
+    (tmp_path / "link.gguf").symlink_to(path)
+    assert cached_import(tmp_path / "link.gguf", packed=False) == first
+    with pytest.raises(TypeError):
+        cached_import(path, packed=True)
+    os.utime(path, ns=(1, path.stat().st_mtime_ns))  # its inode has another time of change
+    with pytest.raises(TypeError):
+        cached_import(path, packed=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "short"), [(['a"', "\\", "],[", '"merges":[', "\n", "你"], True), (["a b", "c"], False)]
+)
+def test_merges_are_written_short_if_no_word_has_a_space(words: list[str], short: bool) -> None:
+    pairs = [(left, right) for left in words for right in words]
+    both = [left + right for left, right in pairs]
+    vocabulary = {word: index for index, word in enumerate(dict.fromkeys([*words, *both]))}
+    tokenizer = Tokenizer(BPE(vocabulary, pairs))
+    text = _short(tokenizer.to_str())
+    assert (json.loads(text)["model"]["merges"] == [f"{left} {right}" for left, right in pairs]) == short
+    assert Tokenizer.from_str(text).to_str() == tokenizer.to_str()
 
 
 def test_another_file_of_the_same_size_and_time(tmp_path: Path) -> None:
