@@ -20,6 +20,7 @@ constexpr std::int64_t kAheadBytes = 12288;  // prefetch distance: memory latenc
 constexpr std::int64_t kTinyWeights = 1 << 18;
 constexpr std::int64_t kBlocksTokens = 128;  // tokens whose inputs fit the second-level cache
 constexpr std::int64_t kTwoBlocksFrom = 2;
+constexpr std::int64_t kItems = 4, kItemBytes = 160 << 10;  // of a thread, at most; of an item of few tokens, at least
 // Bytes of prepared inputs that are used together, and of the rows of such passes. With more inputs, several passes
 // over rows in the second-level cache are faster than reading the inputs from there for each pair of rows.
 constexpr std::int64_t kInputBytes = 32768, kPassBytes = 131072;
@@ -107,8 +108,14 @@ struct BlocksPass {
 void linear_blocks(const LinearArgs& args, const KernelTable& table, const ParallelFor& parallel) {
   const int w = static_cast<int>(args.w_dtype);
   const std::int64_t tile = std::min(kBlocksTokens, args.tokens), width = gemm_input_bytes(args.columns) / 4;
-  const std::int64_t share = args.rows / kPanelRows / (4 * std::max(1, parallel.threads));
-  const std::int64_t item_blocks = std::max<std::int64_t>(2, std::min<std::int64_t>(32, share / 2 * 2));
+  const std::int64_t blocks = args.rows / kPanelRows, threads = std::max(1, parallel.threads);
+  // Prompts are bound by arithmetic: four items a thread balance. Fewer tokens are bound by memory, and between items
+  // nothing is prefetched.
+  const std::int64_t bytes = args.rows * row_bytes(args.w_dtype, args.columns);
+  const std::int64_t fit = args.tokens < kGemmTokens ? bytes / (threads * kItemBytes) : kItems;
+  const std::int64_t items = threads * std::max<std::int64_t>(1, std::min(kItems, fit));
+  const std::int64_t share = std::max<std::int64_t>(1, std::min<std::int64_t>(64, (blocks + items - 1) / items));
+  const std::int64_t item_blocks = args.tokens < kTwoBlocksFrom ? share : (share + 1) / 2 * 2;
   float* x_TW = scratch(Scratch::kInput, tile * (width + padded(args.columns)));
   for (std::int64_t start = 0; start < args.tokens; start += tile) {
     const std::int64_t tokens = std::min(tile, args.tokens - start);
