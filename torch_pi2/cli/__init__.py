@@ -109,7 +109,7 @@ def _run(argv: Sequence[str], parser: BuildParser, own_process: bool) -> tuple[d
         lines("torch-pi2", not args.quiet),
         contextlib.redirect_stdout(sys.stderr),
     ):
-        alone = own_process and args.verb in _GENERATING
+        alone = own_process and getattr(args, "verb", "") in _GENERATING  # benchmarks have none
         if alone:
             gc.disable()  # modules are kept: looking for garbage among them takes a tenth of the start
         import torch
