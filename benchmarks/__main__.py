@@ -1,7 +1,7 @@
 """Benchmarks: ``python -m benchmarks NAME``, from the top folder of a checkout.
 
 Of one layer: `layer`, `gpu`. Of whole models: `decode`, `imported`, `real`, `bundle`, `offload`, `together`,
-`generate`, `speculate`, `gpu-model`. Of servers: `serve`, `prefix`. Of quality, not speed: `methods`.
+`generate`, `speculate`, `gpu-model`. Of servers: `serve`, `prefix`. Of quality, not speed: `methods`, `humaneval`.
 """
 
 from __future__ import annotations

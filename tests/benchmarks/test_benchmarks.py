@@ -50,7 +50,10 @@ LONG = {
     "methods": "--folder {relu} --weights float --tokens 256 --calibration-tokens 3000",
 }
 #: On the files of `make real-models`, run by `make test-real`.
-REAL = {"real": "--models gemma-3-270m --tokens 2 --rounds 1 --loss 40 --window 30"}
+REAL = {
+    "real": "--models gemma-3-270m --tokens 2 --rounds 1 --loss 40 --window 30",
+    "humaneval": "--model gemma-3-270m --tasks 2 --tokens 3",
+}
 
 
 @pytest.fixture(scope="module")
@@ -123,9 +126,9 @@ def test_runs_at_its_smallest_size(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    if name in ("imported", "real") and importlib.util.find_spec("llama_cpp") is None:
+    if name in ("imported", "real", "humaneval") and importlib.util.find_spec("llama_cpp") is None:
         pytest.skip("package llama-cpp-python is not installed (extra bench)")
-    if name == "real":
+    if name in REAL:
         try:
             real_models.path("gemma-3-270m")
         except ArtifactError as error:
