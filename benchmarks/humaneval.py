@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 import torch_pi2
-from benchmarks import peer_llama
 from benchmarks.arguments import names_of
+from benchmarks.peer_real import llama
 from benchmarks.real import LLAMA, MODELS
 from benchmarks.real_models import path
 from benchmarks.tables import Result, Table, at
@@ -92,34 +92,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _step_of(engine: str, folder: Path, file: Path) -> Step:
-    if engine != LLAMA:
-        decoder = Decoder(torch_pi2.load(folder, activations=engine), max_tokens=_CONTEXT, compiled=False)
-
-        def ours(ids: Sequence[int], start: int) -> int:
-            fed = torch.tensor([ids])
-            return int(decoder.step(fed) if start else decoder.prompt(fed))
-
-        return ours
-    import llama_cpp
-    import numpy
-
-    model = peer_llama._model(llama_cpp, str(file), True)
-    context = peer_llama._context(llama_cpp, model, 1, _CONTEXT, torch.get_num_threads())
-    vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
-
-    def theirs(ids: Sequence[int], start: int) -> int:
-        if not start:
-            llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
-        batch = peer_llama._filled(llama_cpp, 1, start, len(ids))
-        for place, token in enumerate(ids):
-            batch.token[place] = token
-        if failed := llama_cpp.llama_decode(context, batch):
-            raise RuntimeError(f"llama_decode returned {failed}")
-        llama_cpp.llama_batch_free(batch)
-        found = llama_cpp.llama_get_logits_ith(context, -1)
-        return int(numpy.ctypeslib.as_array(found, shape=(vocabulary,)).argmax())
-
-    return theirs
+    if engine == LLAMA:
+        feed = llama(str(file), torch.get_num_threads(), _CONTEXT)
+        return lambda ids, start: int(feed(ids, start)[-1].argmax())
+    decoder = Decoder(torch_pi2.load(folder, activations=engine), max_tokens=_CONTEXT, compiled=False)
+    return lambda ids, start: int(decoder.step(torch.tensor([ids])) if start else decoder.prompt(torch.tensor([ids])))
 
 
 def answer(step: Step, tokenizer: Any, prompt: str, tokens: int) -> str:

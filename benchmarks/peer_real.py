@@ -71,29 +71,35 @@ def ours(model: Any, piece: int) -> Logits:
     return logits_of
 
 
-def _llama(settings: Mapping[str, Any]) -> Logits:
+def llama(file: str, threads: int, tokens: int) -> Callable[[Sequence[int], int], torch.Tensor]:
+    """Feeds tokens at a position (0: of a new sequence of at most ``tokens``); their logits [T, V] until the next."""
     import llama_cpp
     import numpy
 
-    longest = max(map(len, settings["windows"]))
-    model = peer_llama._model(llama_cpp, settings["gguf"], True)
-    context = peer_llama._context(llama_cpp, model, 1, longest, settings["threads"])
+    model = peer_llama._model(llama_cpp, file, True)
+    context = peer_llama._context(llama_cpp, model, 1, tokens, threads)
     vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
 
-    def logits_of(window: Sequence[int]) -> Iterator[torch.Tensor]:
-        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
-        for start in range(0, len(window), settings["piece"]):
-            part = window[start : start + settings["piece"]]
-            batch = peer_llama._filled(llama_cpp, 1, start, len(part))
-            for place, token in enumerate(part):
-                batch.token[place], batch.logits[place] = token, True
-            if failed := llama_cpp.llama_decode(context, batch):
-                raise RuntimeError(f"llama_decode returned {failed}")
-            found = llama_cpp.llama_get_logits(context)
-            yield torch.from_numpy(numpy.ctypeslib.as_array(found, (len(part), vocabulary)))
-            llama_cpp.llama_batch_free(batch)
+    def feed(ids: Sequence[int], start: int) -> torch.Tensor:
+        if not start:
+            llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
+        batch = peer_llama._filled(llama_cpp, 1, start, len(ids))
+        for place, token in enumerate(ids):
+            batch.token[place], batch.logits[place] = token, True
+        failed = llama_cpp.llama_decode(context, batch)
+        llama_cpp.llama_batch_free(batch)
+        if failed:
+            raise RuntimeError(f"llama_decode returned {failed}")
+        found = llama_cpp.llama_get_logits(context)
+        return torch.from_numpy(numpy.ctypeslib.as_array(found, (len(ids), vocabulary)))
 
-    return logits_of
+    return feed
+
+
+def _llama(settings: Mapping[str, Any]) -> Logits:
+    piece = settings["piece"]
+    feed = llama(settings["gguf"], settings["threads"], max(map(len, settings["windows"])))
+    return lambda window: (feed(window[at : at + piece], at) for at in range(0, len(window), piece))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,9 +136,7 @@ def cached_import(
         name = re.sub(r"[^\w.-]", "_", model.path.stem).encode()[:_NAME_BYTES].decode(errors="ignore")
         folder, alone = imports_folder() / f"{name}-{_key(model, packed)}", len(model.paths) == 1
 
-    def waits() -> None:
-        _log.warning("another process imports %s; this one waits for it", file)
-
+    waits = partial(_log.warning, "another process imports %s; this one waits for it", file)
     try:
         if not _is_whole(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
