@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import operator
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch_pi2.base.offloaded import OffloadedParameter
 from torch_pi2.base.progress import log_once
 from torch_pi2.decode.guards import PLAIN
+from torch_pi2.decode.step_program import close, translated
 from torch_pi2.layers.gpu import on_gpu
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
@@ -129,46 +131,13 @@ class Calls:
         return graph, seen
 
 
-#: Calls that every layer makes with the same arguments, for positions and rotations.
-_EQUAL = {operator.getitem, torch.arange, "add", "unsqueeze", "to", "float", "view", "transpose"}
-
-
-#: Calls that write to their first argument, beside those whose names end with one underscore.
-_IN_PLACE = {"__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"}
-
-
-def _without_twins(graph: fx.Graph) -> fx.Graph:
-    """``graph``, changed: equal calls are one call, unless something writes to what it reads or returns."""
-    written, left = set[fx.Node](), [node for call in graph.nodes for node in _written_by(call)]
-    while left:  # and what these may be views of
-        if (node := left.pop()) not in written:
-            written.add(node)
-            left += node.all_input_nodes
-    first, changing = dict[str, fx.Node](), set[fx.Node]()
-    for node in graph.nodes:
-        if node in written or not changing.isdisjoint(node.all_input_nodes):
-            changing.add(node)
-        elif node.target in _EQUAL:
-            twin = first.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
-            if twin is not node:
-                node.replace_all_uses_with(twin)
-                graph.erase_node(node)
-    return graph
-
-
-def _written_by(call: fx.Node) -> list[fx.Node]:
-    if call.op not in ("call_function", "call_method"):
-        return []
-    name = call.target if isinstance(call.target, str) else getattr(call.target, "__name__", "")
-    overloads = [call.target] if isinstance(call.target, torch._ops.OpOverload) else []
-    if isinstance(call.target, torch._ops.OpOverloadPacket):
-        overloads = [getattr(call.target, overload) for overload in call.target.overloads()]
-    in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or call.target is operator.setitem
-    if in_place and call.args and isinstance(call.args[0], fx.Node):
-        return [call.args[0]]
-    others = in_place or bool({"out", "inplace"} & call.kwargs.keys())
-    others = others or any(op._schema.is_mutable and op._overloadname != "out" for op in overloads)
-    return call.all_input_nodes if others else []
+def _code(graph: fx.Graph) -> Callable[..., Any]:
+    """A function of the graph's inputs; a GraphModule would stay in caches for ever."""
+    code = graph.python_code("self")
+    names = dict(code.globals)
+    exec(compile(code.src, "<recorded step>", "exec"), names)
+    forward = names["forward"]
+    return lambda *given: forward(None, *given)[0]
 
 
 class StepGraph:
@@ -180,13 +149,22 @@ class StepGraph:
 
     def __init__(self, calls: Calls) -> None:
         self._calls, self.inputs = calls, [tensor for tensor, _ in calls.inputs[1:]]
-        code = _without_twins(calls.graph()[0]).python_code("self")  # a GraphModule would stay in caches for ever
-        names = dict(code.globals)
-        exec(compile(code.src, "<recorded step>", "exec"), names)
-        self._code: Callable[..., Any] = names["forward"]
+        self._run, self._given = _code(calls.graph()[0]), self.inputs
+        self._translates = not on_gpu(calls.inputs[0][0])
 
     def __call__(self, ids_BT: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self._code(None, ids_BT, *self.inputs)[0]
+        if self._translates:
+            return self._translate(ids_BT)
+        result: torch.Tensor = self._run(ids_BT, *self._given)
+        return result
+
+    def _translate(self, ids_BT: torch.Tensor) -> torch.Tensor:
+        """The result of this step; the next ones run programs (:mod:`torch_pi2.decode.step_program`)."""
+        self._translates = False
+        result, made = translated(self._run, ids_BT, self.inputs)
+        if made is not None:
+            self._run, self._given = _code(made.graph), made.fixed
+            weakref.finalize(self, close, made.programs)
         return result
 
     def compiled(self, backend: Callable[..., Any], ids_BT: torch.Tensor, model: nn.Module) -> Forward:

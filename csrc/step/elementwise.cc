@@ -1,0 +1,211 @@
+#include "step/elementwise.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "base/convert.h"
+
+// The compiler makes a loop for each instruction set, and the loader chooses.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__) && \
+    !defined(__SANITIZE_THREAD__)
+#define PI2_FOR_EACH_CPU __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define PI2_FOR_EACH_CPU
+#endif
+
+namespace pi2 {
+namespace {
+
+constexpr std::int64_t kChunk = 512;  // numbers that are converted at a time
+
+// y = a op b, where a step of 0 repeats one number.
+PI2_FOR_EACH_CPU void add(float* y, const float* a, const float* b, std::int64_t n) {
+  for (std::int64_t i = 0; i < n; ++i) y[i] = a[i] + b[i];
+}
+PI2_FOR_EACH_CPU void sub(float* y, const float* a, const float* b, std::int64_t n) {
+  for (std::int64_t i = 0; i < n; ++i) y[i] = a[i] - b[i];
+}
+PI2_FOR_EACH_CPU void mul(float* y, const float* a, const float* b, std::int64_t n) {
+  for (std::int64_t i = 0; i < n; ++i) y[i] = a[i] * b[i];
+}
+PI2_FOR_EACH_CPU void div(float* y, const float* a, const float* b, std::int64_t n) {
+  for (std::int64_t i = 0; i < n; ++i) y[i] = a[i] / b[i];
+}
+PI2_FOR_EACH_CPU void add_one(float* y, const float* a, float b, std::int64_t n) {
+  for (std::int64_t i = 0; i < n; ++i) y[i] = a[i] + b;
+}
+PI2_FOR_EACH_CPU void mul_one(float* y, const float* a, float b, std::int64_t n) {
+  for (std::int64_t i = 0; i < n; ++i) y[i] = a[i] * b;
+}
+PI2_FOR_EACH_CPU void square_roots(float* y, const float* a, std::int64_t n) {
+  for (std::int64_t i = 0; i < n; ++i) y[i] = std::sqrt(a[i]);
+}
+
+void negate(float* y, const float* a, std::int64_t n) {
+  for (std::int64_t i = 0; i < n; ++i) y[i] = -a[i];
+}
+
+void compute(StepOp op, float* y, const float* a, const float* b, std::int64_t n) {
+  switch (op) {
+    case StepOp::kAdd: return add(y, a, b, n);
+    case StepOp::kSub: return sub(y, a, b, n);
+    case StepOp::kMul: return mul(y, a, b, n);
+    case StepOp::kDiv: return div(y, a, b, n);
+    case StepOp::kNeg: return negate(y, a, n);
+    case StepOp::kSquare: return mul(y, a, a, n);
+    case StepOp::kSqrt: return square_roots(y, a, n);
+    case StepOp::kRsqrt:
+      square_roots(y, a, n);
+      for (std::int64_t i = 0; i < n; ++i) y[i] = 1.0f / y[i];
+      return;
+    default: std::memmove(y, a, static_cast<std::size_t>(n) * sizeof(float));
+  }
+}
+
+float number_at(const char* data, Element element) {
+  if (element != Element::kI64) return load_float(data, static_cast<DType>(element), 0);
+  std::int64_t value;
+  std::memcpy(&value, data, sizeof(value));
+  return static_cast<float>(value);
+}
+
+// n numbers as floats, where they are or in `kept`.
+const float* floats(const char* data, Element element, std::int64_t stride, std::int64_t n, float* kept) {
+  if (element == Element::kF32 && stride == 1) return reinterpret_cast<const float*>(data);
+  if (stride == 1 && element != Element::kI64) {
+    widen(data, static_cast<DType>(element), kept, n);
+  } else if (stride == 0) {
+    std::fill_n(kept, n, number_at(data, element));
+  } else {
+    const std::int64_t step = stride * element_bytes(element);
+    for (std::int64_t i = 0; i < n; ++i) kept[i] = number_at(data + i * step, element);
+  }
+  return kept;
+}
+
+void store(const float* from, char* data, Element element, std::int64_t stride, std::int64_t n) {
+  const auto dtype = static_cast<DType>(element);
+  if (stride == 1) return narrow(from, data, dtype, n);
+  const std::int64_t step = stride * element_bytes(element);
+  for (std::int64_t i = 0; i < n; ++i) narrow(from + i, data + i * step, dtype, 1);
+}
+
+struct Row {
+  char* y;
+  const char *a, *b;
+};
+
+void float_row(StepOp op, const Strided& y, const Strided& a, const Strided* b, const Row& at, float constant,
+               std::int64_t n, const std::int64_t (&strides)[3]) {
+  float kept_a[kChunk], kept_b[kChunk], out[kChunk];
+  const bool binary = op >= StepOp::kAdd && op <= StepOp::kDiv;
+  const bool direct = y.element == Element::kF32 && strides[0] == 1;
+  const bool one = binary && (b == nullptr || strides[2] == 0);
+  const float single = b == nullptr ? constant : one ? number_at(at.b, b->element) : 0;
+  for (std::int64_t i = 0; i < n; i += kChunk) {
+    const std::int64_t some = std::min(kChunk, n - i);
+    char* to = at.y + i * strides[0] * element_bytes(y.element);
+    float* result = direct ? reinterpret_cast<float*>(to) : out;
+    const float* x = floats(at.a + i * strides[1] * element_bytes(a.element), a.element, strides[1], some, kept_a);
+    if (one && (op == StepOp::kAdd || op == StepOp::kSub)) {
+      add_one(result, x, op == StepOp::kAdd ? single : -single, some);
+    } else if (one && op == StepOp::kMul) {
+      mul_one(result, x, single, some);
+    } else if (one) {
+      std::fill_n(kept_b, some, single);
+      compute(op, result, x, kept_b, some);
+    } else {
+      const float* z = binary ? floats(at.b + i * strides[2] * element_bytes(b->element), b->element, strides[2], some,
+                                       kept_b)
+                              : nullptr;
+      compute(op, result, x, z, some);
+    }
+    if (!direct) store(result, to, y.element, strides[0], some);
+  }
+}
+
+// Of bytes or int64 numbers: the values, copied, added, subtracted or multiplied.
+void whole_row(StepOp op, Element element, const Row& at, std::int64_t constant, std::int64_t n,
+               const std::int64_t (&strides)[3]) {
+  const std::int64_t bytes = element_bytes(element);
+  for (std::int64_t i = 0; i < n; ++i) {
+    char* to = at.y + i * strides[0] * bytes;
+    const char* from = at.a + i * strides[1] * bytes;
+    if (op == StepOp::kCopy) {
+      std::memcpy(to, from, static_cast<std::size_t>(bytes));
+      continue;
+    }
+    std::uint64_t a, b = static_cast<std::uint64_t>(constant);
+    std::memcpy(&a, from, sizeof(a));
+    if (at.b != nullptr) std::memcpy(&b, at.b + i * strides[2] * bytes, sizeof(b));
+    const std::uint64_t y = op == StepOp::kAdd ? a + b : op == StepOp::kSub ? a - b : a * b;
+    std::memcpy(to, &y, sizeof(y));
+  }
+}
+
+}  // namespace
+
+std::int64_t element_bytes(Element element) {
+  return element == Element::kF32 ? 4 : element == Element::kI64 ? 8 : element == Element::kByte ? 1 : 2;
+}
+
+void elementwise(StepOp op, int rank, const Strided& y, const Strided& a, const Strided* b, double constant) {
+  std::int64_t outer = 1;
+  for (int d = 0; d + 1 < rank; ++d) outer *= y.sizes[d];
+  const std::int64_t n = rank == 0 ? 1 : y.sizes[rank - 1];
+  const int last = rank - 1;
+  const std::int64_t strides[3] = {rank == 0 ? 1 : y.strides[last], rank == 0 ? 1 : a.strides[last],
+                                   rank == 0 || b == nullptr ? 1 : b->strides[last]};
+  std::int64_t index[StepProgram::kMostRank] = {};
+  for (std::int64_t o = 0; o < outer; ++o) {
+    Row at{y.data, a.data, b == nullptr ? nullptr : b->data};
+    for (int d = 0; d < last; ++d) {
+      at.y += index[d] * y.strides[d] * element_bytes(y.element);
+      at.a += index[d] * a.strides[d] * element_bytes(a.element);
+      if (b != nullptr) at.b += index[d] * b->strides[d] * element_bytes(b->element);
+    }
+    if (y.element >= Element::kI64)
+      whole_row(op, y.element, at, static_cast<std::int64_t>(constant), n, strides);
+    else
+      float_row(op, y, a, b, at, static_cast<float>(constant), n, strides);
+    for (int d = last - 1; d >= 0 && ++index[d] == y.sizes[d]; --d) index[d] = 0;
+  }
+}
+
+// PyTorch's order (the pairwise "cascade" sum of its reductions): 32 sums, lane by lane, over runs of at least 16 of
+// each, four levels of them; then the four vectors of eight lanes, the numbers that fill no vector, and the lanes.
+float mean_of(const float* x, std::int64_t n) {
+  constexpr std::int64_t kLanes = 8, kVectors = 4, kWidth = kLanes * kVectors, kLevels = 4;
+  const std::int64_t vectors = n / kLanes, rows = vectors / kVectors;
+  std::int64_t log = 0;
+  while ((std::int64_t{1} << log) < rows) ++log;
+  const std::int64_t power = std::max<std::int64_t>(4, log / kLevels), step = std::int64_t{1} << power;
+  float level[kLevels][kWidth] = {};
+  const auto add_row = [&](std::int64_t row) {
+    for (std::int64_t k = 0; k < kWidth; ++k) level[0][k] += x[row * kWidth + k];
+  };
+  std::int64_t i = 0;
+  while (i + step <= rows) {
+    for (std::int64_t j = 0; j < step; ++j, ++i) add_row(i);
+    for (std::int64_t j = 1; j < kLevels; ++j) {
+      for (std::int64_t k = 0; k < kWidth; ++k) level[j][k] += level[j - 1][k], level[j - 1][k] = 0;
+      if ((i & ((step - 1) << (j * power))) != 0) break;
+    }
+  }
+  for (; i < rows; ++i) add_row(i);
+  for (std::int64_t j = 1; j < kLevels; ++j)
+    for (std::int64_t k = 0; k < kWidth; ++k) level[0][k] += level[j][k];
+  float lanes[kLanes];
+  std::copy_n(level[0], kLanes, lanes);
+  for (std::int64_t v = rows * kVectors; v < vectors; ++v)
+    for (std::int64_t k = 0; k < kLanes; ++k) lanes[k] += x[v * kLanes + k];
+  for (std::int64_t v = 1; v < kVectors; ++v)
+    for (std::int64_t k = 0; k < kLanes; ++k) lanes[k] += level[0][v * kLanes + k];
+  float sum = 0;
+  for (std::int64_t k = vectors * kLanes; k < n; ++k) sum += x[k];
+  for (const float lane : lanes) sum += lane;
+  return sum / static_cast<float>(n);
+}
+
+}  // namespace pi2

@@ -1,0 +1,383 @@
+#include <algorithm>
+#include <cstring>
+
+#include "base/parallel.h"
+#include "pi2/attention.h"
+#include "pi2/kernels.h"
+#include "pi2/linear.h"
+#include "pi2/step_program.h"
+#include "step/elementwise.h"
+
+namespace pi2 {
+namespace {
+
+using Operand = StepProgram::Operand;
+using Instruction = StepProgram::Instruction;
+
+constexpr std::int64_t kMostBytes = std::int64_t{1} << 46;
+
+double number(std::int64_t bits) {
+  double value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+bool is_float(const Operand& operand) { return operand.element <= Element::kF16; }
+
+bool same_sizes(const Operand& a, const Operand& b) {
+  return a.rank == b.rank && std::equal(a.sizes, a.sizes + a.rank, b.sizes);
+}
+
+// A reader that cannot leave the code.
+struct Words {
+  const std::int64_t* at;
+  std::int64_t left;
+  bool sound = true;
+
+  std::int64_t next(std::int64_t least, std::int64_t most) {
+    if (left == 0 || *at < least || *at > most) {
+      sound = false;
+      return least;
+    }
+    --left;
+    return *at++;
+  }
+};
+
+Operand read_operand(Words& words, const std::vector<std::int64_t>& slot_bytes) {
+  Operand operand;
+  operand.slot = words.next(0, static_cast<std::int64_t>(slot_bytes.size()) - 1);
+  operand.offset = words.next(0, kMostBytes);
+  operand.element = static_cast<Element>(words.next(0, kElements - 1));
+  operand.rank = static_cast<int>(words.next(0, StepProgram::kMostRank));
+  for (int d = 0; d < operand.rank; ++d) operand.sizes[d] = words.next(1, kMostBytes);
+  for (int d = 0; d < operand.rank; ++d) operand.strides[d] = words.next(0, kMostBytes);
+  if (!words.sound) return operand;
+  // Sizes may be large, so that products must not overflow.
+  std::int64_t left = slot_bytes[static_cast<std::size_t>(operand.slot)] - operand.offset;
+  const std::int64_t bytes = element_bytes(operand.element);
+  left -= bytes;
+  for (int d = 0; d < operand.rank && left >= 0; ++d) {
+    const std::int64_t most = operand.strides[d] == 0 ? kMostBytes : left / (operand.strides[d] * bytes) + 1;
+    if (operand.strides[d] > kMostBytes / bytes || operand.sizes[d] > most) left = -1;
+    else left -= (operand.sizes[d] - 1) * operand.strides[d] * bytes;
+  }
+  words.sound = left >= 0;
+  return operand;
+}
+
+bool sound_elementwise(const Instruction& it) {
+  const bool binary = it.op >= StepOp::kAdd && it.op <= StepOp::kDiv, copies = it.op == StepOp::kCopy;
+  const Operand* y = it.operand;
+  if (it.operands != (binary && it.parameters == 0 ? 3 : 2) || it.parameters > (binary ? 1 : 0)) return false;
+  for (int i = 1; i < it.operands; ++i) {
+    if (!same_sizes(y[0], y[i])) return false;
+    const bool widened = copies && y[0].element == Element::kF32 && y[i].element == Element::kI64;
+    if (is_float(y[0]) ? !(is_float(y[i]) || widened) : y[i].element != y[0].element) return false;
+  }
+  if (is_float(y[0]) || copies) return true;
+  return y[0].element == Element::kI64 && binary && it.op != StepOp::kDiv;
+}
+
+bool sound_mean(const Instruction& it) {
+  const Operand &y = it.operand[0], &x = it.operand[1];
+  if (it.operands != 2 || it.parameters != 0 || y.element != Element::kF32 || x.element != Element::kF32) return false;
+  if (x.rank < 1 || y.rank != x.rank || y.sizes[y.rank - 1] != 1 || x.strides[x.rank - 1] != 1) return false;
+  return std::equal(x.sizes, x.sizes + x.rank - 1, y.sizes);
+}
+
+bool sound_index_copy(const Instruction& it) {
+  const Operand &y = it.operand[0], &x = it.operand[1], &index = it.operand[2];
+  if (it.operands != 3 || it.parameters != 1 || it.parameter[0] < 0 || it.parameter[0] >= y.rank) return false;
+  if (y.rank != x.rank || y.element != x.element || index.element != Element::kI64 || index.rank != 1) return false;
+  for (int d = 0; d < y.rank; ++d)
+    if (x.sizes[d] != (d == it.parameter[0] ? index.sizes[0] : y.sizes[d])) return false;
+  return true;
+}
+
+bool sound_linear(const Instruction& it) {
+  const Operand &y = it.operand[0], &x = it.operand[1], &rows = it.operand[2], &bias = it.operand[3];
+  if (it.operands < 3 || it.operands > 4 || it.parameters != 3 || x.rank < 1 || y.rank != x.rank) return false;
+  if (it.parameter[0] < static_cast<std::int64_t>(DType::kQ4) || it.parameter[0] >= kDTypes) return false;
+  const auto dtype = static_cast<DType>(it.parameter[0]);
+  const std::int64_t columns = x.sizes[x.rank - 1];
+  if (!is_float(x) || x.element != y.element || !x.contiguous() || !y.contiguous() || !rows.contiguous()) return false;
+  if (is_ggml(dtype) && columns % ggml_block(dtype).numbers != 0) return false;
+  if (rows.rank != 2 || rows.element != Element::kByte || rows.sizes[1] != row_bytes(dtype, columns)) return false;
+  if (y.sizes[y.rank - 1] != rows.sizes[0] || !std::equal(x.sizes, x.sizes + x.rank - 1, y.sizes)) return false;
+  const bool biased = it.operands == 4;
+  if (biased && (bias.rank != 1 || bias.element != Element::kF32 || bias.sizes[0] != rows.sizes[0] ||
+                 !bias.contiguous()))
+    return false;
+  return it.parameter[2] == 0 || (it.parameter[1] != 0 && in_blocks(rows.sizes[0], columns) && takes_blocks(dtype));
+}
+
+bool sound_attention(const Instruction& it) {
+  const Operand &y = it.operand[0], &q = it.operand[1], &k = it.operand[2], &v = it.operand[3];
+  if (it.parameters != 4 || it.operands != 4 + (it.parameter[2] != 0) + (it.parameter[3] != 0)) return false;
+  for (const Operand* each : {&y, &q, &k, &v})
+    if (each->rank != 4 || !is_float(*each) || each->element != q.element || each->strides[3] != 1) return false;
+  if (!same_sizes(k, v) || k.sizes[0] != q.sizes[0] || k.sizes[3] != q.sizes[3] || q.sizes[1] % k.sizes[1] != 0)
+    return false;
+  if (!y.contiguous() || y.sizes[0] != q.sizes[0] || y.sizes[1] != q.sizes[2] || y.sizes[2] != q.sizes[1] ||
+      y.sizes[3] != q.sizes[3])
+    return false;
+  int at = 4;
+  if (it.parameter[2] != 0) {
+    const Operand& mask = it.operand[at++];
+    if (mask.rank != 4 || mask.element != Element::kByte || mask.sizes[0] != q.sizes[0] || mask.sizes[1] != 1 ||
+        mask.sizes[2] != q.sizes[2] || mask.sizes[3] != k.sizes[2] || mask.strides[3] != 1)
+      return false;
+  }
+  if (it.parameter[3] == 0) return true;
+  const Operand& sinks = it.operand[at];
+  return sinks.rank == 1 && sinks.element == Element::kF32 && sinks.contiguous() && sinks.sizes[0] == q.sizes[1];
+}
+
+bool sound_call(const Instruction& it) {
+  const Operand &y = it.operand[0], &x = it.operand[1];
+  return it.operands == 2 && it.parameters == 1 && it.parameter[0] >= 0 && is_float(y) && x.element == y.element && same_sizes(x, y) &&
+         x.contiguous() && y.contiguous();
+}
+
+bool sound(const Instruction& it) {
+  switch (it.op) {
+    case StepOp::kMean: return sound_mean(it);
+    case StepOp::kIndexCopy: return sound_index_copy(it);
+    case StepOp::kLinear: return sound_linear(it);
+    case StepOp::kAttention: return sound_attention(it);
+    case StepOp::kCall: return sound_call(it);
+    default: return sound_elementwise(it);
+  }
+}
+
+// Merges dimensions over which all operands are even, and drops those of size 1: long rows are fast.
+void flatten(Instruction& it) {
+  int rank = 0;
+  for (int d = 0; d < it.operand[0].rank; ++d) {
+    const std::int64_t size = it.operand[0].sizes[d];
+    if (size == 1) continue;
+    bool merges = rank > 0;
+    for (int i = 0; i < it.operands && merges; ++i)
+      merges = it.operand[i].strides[rank - 1] == it.operand[i].strides[d] * size;
+    rank += !merges;
+    for (int i = 0; i < it.operands; ++i) {
+      Operand& each = it.operand[i];
+      each.sizes[rank - 1] = merges ? each.sizes[rank - 1] * size : size;
+      each.strides[rank - 1] = each.strides[d];
+    }
+  }
+  for (int i = 0; i < it.operands; ++i) it.operand[i].rank = rank;
+}
+
+struct Runner {
+  const std::vector<char*>& bases;
+  const ParallelFor& parallel;
+  StepProgram::Call call;
+  void* host;
+
+  char* data(const Operand& operand) const {
+    return bases[static_cast<std::size_t>(operand.slot)] + operand.offset;
+  }
+  Strided strided(const Operand& operand) const {
+    Strided all{data(operand), operand.element, {}, {}};
+    std::copy_n(operand.sizes, operand.rank, all.sizes);
+    std::copy_n(operand.strides, operand.rank, all.strides);
+    return all;
+  }
+
+  void compute(const Instruction& it) const {
+    const Strided y = strided(it.operand[0]), a = strided(it.operand[1]);
+    const bool two = it.operands == 3;
+    const Strided b = two ? strided(it.operand[2]) : Strided{};
+    elementwise(it.op, it.operand[0].rank, y, a, two ? &b : nullptr, it.parameters > 0 ? number(it.parameter[0]) : 0);
+  }
+
+  void mean(const Instruction& it) const {
+    const Operand &y = it.operand[0], &x = it.operand[1];
+    const int outer = x.rank - 1;
+    std::int64_t count = 1, index[StepProgram::kMostRank] = {};
+    for (int d = 0; d < outer; ++d) count *= x.sizes[d];
+    for (std::int64_t i = 0; i < count; ++i) {
+      auto* to = reinterpret_cast<float*>(data(y));
+      const auto* from = reinterpret_cast<const float*>(data(x));
+      for (int d = 0; d < outer; ++d) to += index[d] * y.strides[d], from += index[d] * x.strides[d];
+      *to = mean_of(from, x.sizes[outer]);
+      for (int d = outer - 1; d >= 0 && ++index[d] == x.sizes[d]; --d) index[d] = 0;
+    }
+  }
+
+  bool index_copy(const Instruction& it) const {
+    Operand y = it.operand[0], x = it.operand[1];
+    const auto dim = static_cast<int>(it.parameter[0]);
+    const std::int64_t length = y.sizes[dim], bytes = element_bytes(y.element);
+    const char* index = data(it.operand[2]);
+    for (std::int64_t i = 0; i < it.operand[2].sizes[0]; ++i) {
+      std::int64_t at;
+      std::memcpy(&at, index + i * it.operand[2].strides[0] * 8, sizeof(at));
+      if (at < 0) at += length;
+      if (at < 0 || at >= length) return false;
+      Instruction one;
+      one.operands = 2;
+      one.operand[0] = y;
+      one.operand[1] = x;
+      for (int k = 0; k < 2; ++k) one.operand[k].sizes[dim] = 1;
+      one.operand[0].offset += at * y.strides[dim] * bytes;
+      one.operand[1].offset += i * x.strides[dim] * bytes;
+      flatten(one);
+      compute(one);
+    }
+    return true;
+  }
+
+  void linear(const Instruction& it) const {
+    const Operand &x = it.operand[1], &rows = it.operand[2];
+    LinearArgs args;
+    args.y = data(it.operand[0]);
+    args.x = data(x);
+    args.x_dtype = static_cast<DType>(x.element);
+    args.columns = x.sizes[x.rank - 1];
+    args.tokens = x.numel() / args.columns;
+    args.weights = data(rows);
+    args.w_dtype = static_cast<DType>(it.parameter[0]);
+    args.rows = rows.sizes[0];
+    if (it.operands == 4) args.bias = reinterpret_cast<const float*>(data(it.operand[3]));
+    args.int8_activations = it.parameter[1] != 0;
+    args.blocks = it.parameter[2] != 0;
+    pi2::linear(args, parallel);
+  }
+
+  void attention(const Instruction& it) const {
+    const Operand &q = it.operand[1], &k = it.operand[2], &v = it.operand[3];
+    AttentionArgs args;
+    args.dtype = args.kv_dtype = static_cast<DType>(q.element);
+    args.batch = q.sizes[0];
+    args.heads = q.sizes[1];
+    args.key_heads = k.sizes[1];
+    args.tokens = q.sizes[2];
+    args.length = k.sizes[2];
+    args.width = q.sizes[3];
+    args.query = data(q);
+    args.key = data(k);
+    args.value = data(v);
+    std::copy_n(q.strides, 3, args.query_strides);
+    std::copy_n(k.strides, 3, args.key_strides);
+    std::copy_n(v.strides, 3, args.value_strides);
+    args.scale = static_cast<float>(number(it.parameter[0]));
+    args.causal = it.parameter[1] != 0;
+    int at = 4;
+    if (it.parameter[2] != 0) {
+      const Operand& mask = it.operand[at++];
+      args.mask = reinterpret_cast<const std::uint8_t*>(data(mask));
+      args.mask_strides[0] = mask.strides[0];
+      args.mask_strides[1] = mask.strides[2];
+    }
+    if (it.parameter[3] != 0) args.sinks = reinterpret_cast<const float*>(data(it.operand[at]));
+    args.y = data(it.operand[0]);
+    pi2::attention(args, parallel);
+  }
+
+  bool run(const Instruction& it) const {
+    switch (it.op) {
+      case StepOp::kMean: mean(it); return true;
+      case StepOp::kIndexCopy: return index_copy(it);
+      case StepOp::kLinear: linear(it); return true;
+      case StepOp::kAttention: attention(it); return true;
+      case StepOp::kCall:
+        call(host, it.parameter[0], it.operand[0].element, data(it.operand[1]), data(it.operand[0]),
+             it.operand[0].numel());
+        return true;
+      default: compute(it); return true;
+    }
+  }
+};
+
+}  // namespace
+
+std::int64_t StepProgram::Operand::numel() const {
+  std::int64_t count = 1;
+  for (int d = 0; d < rank; ++d) count *= sizes[d];
+  return count;
+}
+
+bool StepProgram::Operand::contiguous() const {
+  std::int64_t stride = 1;
+  for (int d = rank - 1; d >= 0; --d) {
+    if (sizes[d] != 1 && strides[d] != stride) return false;
+    stride *= sizes[d];
+  }
+  return true;
+}
+
+std::unique_ptr<StepProgram> StepProgram::make(const std::int64_t* code, std::int64_t words,
+                                               const std::vector<std::int64_t>& slot_bytes, std::int64_t given,
+                                               std::int64_t calls, std::string* reason) {
+  auto made = std::make_unique<StepProgram>();
+  Words from{code, words};
+  while (from.left > 0) {
+    Instruction it;
+    it.op = static_cast<StepOp>(from.next(0, kStepOps - 1));
+    it.operands = static_cast<int>(from.next(2, kMostOperands));
+    it.parameters = static_cast<int>(from.next(0, kMostParameters));
+    for (int i = 0; i < it.operands && from.sound; ++i) it.operand[i] = read_operand(from, slot_bytes);
+    for (int i = 0; i < it.parameters && from.sound; ++i) it.parameter[i] = from.next(INT64_MIN, INT64_MAX);
+    if (!from.sound || !sound(it) || (it.op == StepOp::kCall && it.parameter[0] >= calls)) {
+      *reason = "instruction " + std::to_string(made->instructions_.size());
+      return nullptr;
+    }
+    if (it.op < StepOp::kMean) flatten(it);
+    made->instructions_.push_back(it);
+  }
+  if (!made->place(slot_bytes, given)) {
+    *reason = "sizes of slots";
+    return nullptr;
+  }
+  return made;
+}
+
+// Gives the program's own slots offsets; slots that are not in use at the same time share memory.
+bool StepProgram::place(const std::vector<std::int64_t>& slot_bytes, std::int64_t given) {
+  constexpr std::int64_t kAlign = 64;
+  struct Use {
+    std::int64_t first = -1, last = -1, begin = 0, end = 0;
+  };
+  std::vector<Use> uses(slot_bytes.size());
+  for (std::size_t i = 0; i < instructions_.size(); ++i)
+    for (int k = 0; k < instructions_[i].operands; ++k) {
+      Use& use = uses[static_cast<std::size_t>(instructions_[i].operand[k].slot)];
+      if (use.first < 0) use.first = static_cast<std::int64_t>(i);
+      use.last = static_cast<std::int64_t>(i);
+    }
+  std::vector<std::size_t> placed;  // by begin
+  std::int64_t size = 0;
+  for (auto s = static_cast<std::size_t>(given); s < uses.size(); ++s) {
+    Use& use = uses[s];
+    if (slot_bytes[s] < 0 || slot_bytes[s] > kMostBytes) return false;
+    const std::int64_t bytes = (slot_bytes[s] + kAlign - 1) / kAlign * kAlign;
+    for (const std::size_t other : placed)
+      if (uses[other].last >= use.first && uses[other].first <= use.last && uses[other].begin < use.begin + bytes)
+        use.begin = std::max(use.begin, uses[other].end);
+    use.end = use.begin + bytes;
+    size = std::max(size, use.end);
+    placed.insert(std::upper_bound(placed.begin(), placed.end(), s,
+                                   [&](std::size_t a, std::size_t b) { return uses[a].begin < uses[b].begin; }),
+                  s);
+    own_.push_back(use.begin);
+  }
+  memory_.resize(static_cast<std::size_t>(size + kAlign));
+  bases_.resize(slot_bytes.size());
+  auto* aligned = memory_.data() + (kAlign - reinterpret_cast<std::uintptr_t>(memory_.data()) % kAlign) % kAlign;
+  for (std::size_t i = 0; i < own_.size(); ++i) bases_[static_cast<std::size_t>(given) + i] = aligned + own_[i];
+  return true;
+}
+
+bool StepProgram::run(const std::vector<char*>& given, const ParallelFor& parallel, Call call, void* host) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::copy(given.begin(), given.end(), bases_.begin());
+  const Runner runner{bases_, parallel, call, host};
+  for (const Instruction& it : instructions_)
+    if (!runner.run(it)) return false;
+  return true;
+}
+
+}  // namespace pi2

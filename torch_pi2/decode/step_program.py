@@ -1,0 +1,358 @@
+"""The calls of a step as programs of the C++ core (``csrc/include/pi2/step_program.h``), with the same bits.
+
+PyTorch takes 1 to 4 us for each of a step's small operators, however few their numbers; a step of a small model has a
+thousand. A program computes norms, rotations, residuals, linear layers and attention in one call. Calls that it does not
+know stay PyTorch's, between two programs.
+"""
+
+from __future__ import annotations
+
+import operator
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torch_pi2.formats import FORMATS
+from torch_pi2.ops.library import load, unseen_by_modes
+
+aten = torch.ops.aten
+
+#: As in ``pi2/step_program.h``.
+_COPY, _MEAN, _INDEX_COPY, _LINEAR, _ATTENTION, _CALL = 0, 9, 10, 11, 12, 13
+_BINARY = {aten.add.Tensor: 1, aten.sub.Tensor: 2, aten.mul.Tensor: 3, aten.div.Tensor: 4}
+_UNARY = {aten.neg.default: 5, aten.pow.Tensor_Scalar: 6, aten.sqrt.default: 7, aten.rsqrt.default: 8}
+_CALLED = {aten.silu.default: 0, aten.gelu.default: 1, aten.sigmoid.default: 3, aten.tanh.default: 4}
+_CALLED |= {aten.exp.default: 5, aten.relu.default: 6}
+_COPIES = {"_to_copy", "to", "clone", "contiguous", "reshape", "type_as", "flatten"}
+_FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_ELEMENTS = _FLOATS | {torch.int64: 3, torch.uint8: 4, torch.bool: 4}
+
+Call = tuple[Any, tuple[Any, ...], dict[str, Any], Any]
+
+
+class _Observer(TorchDispatchMode):
+    """Notes the calls of PyTorch's operators and keeps their tensors alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Call] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # which would import Dynamo
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.made.append((func, args, kwargs or {}, result))
+        return result
+
+
+class _Unknown(Exception):
+    """A call that no instruction computes."""
+
+
+def translated(run: Callable[..., Any], ids_BT: torch.Tensor, fixed: list[torch.Tensor]) -> tuple[Any, Any]:
+    """The result of ``run(ids_BT, *fixed)``, and its :class:`Translation`; None: that would have other bits.
+
+    ``fixed``: tensors that are the same in every step.
+    """
+    load()
+    with _Observer() as observer:
+        result = run(ids_BT, *fixed)
+    made = Translation(observer.made, ids_BT, fixed, result)
+    try:
+        made.translate()
+    except _Unknown:
+        close(made.programs)
+        return result, None
+    return result, made
+
+
+def close(programs: list[int]) -> None:
+    with unseen_by_modes():
+        for number in programs:
+            torch.ops.pi2.step_close(number)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, (tuple, list)):
+        return [tensor for part in value for tensor in _tensors(part)]
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
+class _Program:
+    """Instructions under way. made: tensors that they make, in order. used: those of before."""
+
+    def __init__(self) -> None:
+        self.instructions: list[tuple[int, list[torch.Tensor], list[int]]] = []
+        self.made: dict[int, torch.Tensor] = {}
+        self.used: dict[int, torch.Tensor] = {}
+        self.written: set[int] = set()
+
+
+class Translation:
+    """The calls of a step, some of them as programs.
+
+    Attributes:
+        graph: over the ids and ``fixed``. fixed: tensors that are the same in every step.
+        programs: numbers of ``torch.ops.pi2.step_program``, to be closed.
+    """
+
+    def __init__(
+        self, calls: list[Call], ids_BT: torch.Tensor, fixed: list[torch.Tensor], result: torch.Tensor
+    ) -> None:
+        self._calls, self._result, self.programs, self.graph = calls, result, list[int](), fx.Graph()
+        #: Of a view: the tensor whose memory it is, and its call. The last call that uses a tensor's memory.
+        self._root: dict[int, torch.Tensor] = {}
+        self._views: dict[int, Call] = {}
+        self._last: dict[int, int] = {}
+        self._now, self._alive = _Program(), list[Any]()
+        written = self._find_roots()
+        self.fixed = fixed + [call[3] for call in calls if _is_constant(call) and id(call[3]) not in written]
+        self._fixed = {id(tensor) for tensor in self.fixed}
+        given = enumerate((ids_BT, *self.fixed))
+        self._nodes = {id(tensor): self.graph.placeholder(f"given_{i}") for i, tensor in given}
+
+    def _find_roots(self) -> set[int]:
+        """Finds views and last uses; returns what is written in place."""
+        written = set[int]()
+        for position, call in enumerate(self._calls):
+            given = _tensors((call[1], list(call[2].values())))
+            for tensor in _tensors(call[3]):
+                source = next((other for other in given if _shares(tensor, other)), tensor)
+                if source is not tensor:
+                    self._root[id(tensor)], self._views[id(tensor)] = self.root(source), call
+            for tensor in given:
+                self._last[id(self.root(tensor))] = position
+            if call[0]._schema.is_mutable:
+                written |= {id(self.root(tensor)) for tensor in given}
+        self._last[id(self.root(self._result))] = len(self._calls)
+        return written
+
+    def root(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._root.get(id(tensor), tensor)
+
+    def translate(self) -> None:
+        for position, call in enumerate(self._calls):
+            changes, made = call[0]._schema.is_mutable, _tensors(call[3])
+            given = {id(tensor) for tensor in _tensors((call[1], list(call[2].values())))}
+            if not changes and made and all(id(tensor) in self._views.keys() | self._fixed | given for tensor in made):
+                continue
+            try:
+                self._add(call)
+            except _Unknown:
+                self._leave_to_pytorch(position, call)
+        self._end(len(self._calls))
+        self.graph.output((self._node(self._result),))
+
+    # --- PyTorch's calls ---
+
+    def _leave_to_pytorch(self, position: int, call: Call) -> None:
+        """Before the program under way, unless it needs or changes what that has made or used."""
+        changed = self._now.used if call[0]._schema.is_mutable else self._now.written
+        touched = {id(self.root(tensor)) for tensor in _tensors((call[1], list(call[2].values())))}
+        if not touched.isdisjoint(self._now.made.keys() | changed):
+            self._end(position)
+        self._emit(call)
+
+    def _emit(self, call: Call) -> None:
+        func, args, kwargs, result = call
+        named = fx.node.map_aggregate((args, kwargs), lambda leaf: self._node(leaf) if _is_tensor(leaf) else leaf)
+        node = self.graph.call_function(func, *named)
+        if isinstance(result, torch.Tensor):
+            self._nodes.setdefault(id(result), node)
+        elif result is not None:
+            for i, part in enumerate(result):
+                self._nodes.setdefault(id(part), self.graph.call_function(operator.getitem, (node, i)))
+
+    def _node(self, tensor: torch.Tensor) -> fx.Node:
+        if id(tensor) not in self._nodes:
+            view, root = self._views.get(id(tensor)), self.root(tensor)
+            if view is not None and view[3] is tensor and not view[0]._schema.is_mutable:
+                self._emit(view)
+            else:
+                _known(root is not tensor)
+                at = (tensor.data_ptr() - root.data_ptr()) // tensor.element_size() + root.storage_offset()
+                given = self._node(root), tuple(tensor.shape), tensor.stride(), at
+                self._nodes[id(tensor)] = self.graph.call_function(aten.as_strided.default, given)
+        return self._nodes[id(tensor)]
+
+    # --- instructions ---
+
+    def _add(self, call: Call) -> None:
+        func, args, kwargs, result = call
+        near = _tensors((result, args, list(kwargs.values())))
+        for op, operands, parameters in _instructions(func, args, kwargs, result):
+            self._alive.append(operands)  # so that no other tensor gets the id of one of these
+            for tensor in operands:
+                if all(tensor is not other for other in near):
+                    self._root[id(tensor)] = self.root(next(other for other in near if _shares(tensor, other)))
+            written, *read = (self.root(tensor) for tensor in operands)
+            for tensor in read:
+                self._use(tensor)
+            if op == _INDEX_COPY or id(written) in self._now.made:
+                self._use(written)
+                self._now.written.add(id(written))
+            else:
+                self._now.made[id(written)] = written
+            self._now.instructions.append((op, operands, parameters))
+
+    def _use(self, root: torch.Tensor) -> None:
+        if id(root) not in self._now.made:
+            self._now.used[id(root)] = root
+
+    def _end(self, position: int) -> None:
+        """The instructions under way become a program, which the graph runs here."""
+        now, self._now = self._now, _Program()
+        if not now.instructions:
+            return
+        outputs = [root for root in now.made.values() if self._last.get(id(root), -1) >= position]
+        own = [root for root in now.made.values() if self._last.get(id(root), -1) < position]
+        fixed = [root for root in now.used.values() if id(root) in self._fixed]
+        inputs = [root for root in now.used.values() if id(root) not in self._fixed]
+        slots = {id(root): i for i, root in enumerate((*fixed, *inputs, *outputs, *own))}
+        code = list[int]()
+        for op, operands, parameters in now.instructions:
+            code += op, len(operands), len(parameters)
+            for tensor in operands:
+                root = self.root(tensor)
+                offset = tensor.data_ptr() - root.data_ptr()
+                code += slots[id(root)], offset, _ELEMENTS[tensor.dtype], tensor.dim(), *tensor.shape, *tensor.stride()
+            code += parameters
+        flat = [root if root.is_contiguous() else root.new_empty(_numbers(root)) for root in outputs]
+        number = torch.ops.pi2.step_program(fixed, inputs, flat, [_bytes(root) for root in own], torch.tensor(code))
+        self.programs.append(number)
+        run = torch.ops.pi2.step_run.default
+        node = self.graph.call_function(run, (number, [self._node(root) for root in inputs]))
+        for i, (root, stored, found) in enumerate(zip(outputs, flat, run(number, inputs))):
+            output = self.graph.call_function(operator.getitem, (node, i))
+            if stored is not root:
+                output = self.graph.call_function(aten.as_strided.default, (output, tuple(root.shape), root.stride()))
+                found = found.as_strided(root.shape, root.stride())
+            self._nodes[id(root)] = output
+            if not _same_bits(found, root):
+                raise _Unknown
+
+
+def _is_constant(call: Call) -> bool:
+    """A tensor that depends on nothing, such as ``arange``."""
+    func, args, kwargs, result = call
+    changes = torch.Tag.nondeterministic_seeded in func.tags or func._schema.is_mutable or "empty" in func.__name__
+    return not changes and isinstance(result, torch.Tensor) and not _tensors((args, list(kwargs.values())))
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _shares(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() != 0
+
+
+def _numbers(tensor: torch.Tensor) -> int:
+    """Numbers of memory that a strided tensor spans."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return _numbers(tensor) * tensor.element_size()
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def _double(value: float) -> int:
+    bits: int = struct.unpack("<q", struct.pack("<d", value))[0]
+    return bits
+
+
+def _known(condition: bool) -> None:
+    if not condition:
+        raise _Unknown
+
+
+def _instructions(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> list[tuple[int, list[torch.Tensor], list[int]]]:
+    """Op, operands (the result first) and parameters of each instruction that computes a call."""
+    given, name = _tensors((args, list(kwargs.values()))), func.__name__.split(".")[0]
+    _known(isinstance(result, torch.Tensor) and result.numel() > 0)
+    for tensor in (result, *given):
+        _known(type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.is_cpu and tensor.dim() <= 6)
+        _known(tensor.dtype in _ELEMENTS and tensor.layout is torch.strided and not tensor.is_neg())
+    is_float = all(tensor.dtype in _FLOATS for tensor in (result, *given))
+    if func in _BINARY:
+        return _binary(_BINARY[func], args, kwargs, result, given, is_float)
+    if func in _UNARY:
+        _known(is_float and (func is not aten.pow.Tensor_Scalar or args[1] == 2))
+        return [(_UNARY[func], [result, args[0]], [])]
+    if name in _COPIES:
+        x, widened = args[0], (result.dtype, args[0].dtype) == (torch.float32, torch.int64)
+        _known(is_float or result.dtype is x.dtype or widened)
+        _known(result.shape == x.shape or result.is_contiguous())
+        shaped = result if result.shape == x.shape else result.view(x.shape)
+        return [(_COPY, [shaped, x], [])]
+    if func is aten.cat.default:
+        parts, dim = args[0], kwargs.get("dim", args[1] if len(args) > 1 else 0)
+        _known(all(part.dtype is result.dtype and part.dim() == result.dim() for part in parts))
+        starts = [sum(part.shape[dim] for part in parts[:i]) for i in range(len(parts))]
+        places = zip(parts, starts, strict=True)
+        return [(_COPY, [result.narrow(dim, at, part.shape[dim]), part], []) for part, at in places if part.numel()]
+    if func in _CALLED:
+        _known(is_float and result.is_contiguous() and args[0].is_contiguous())
+        tanh = func is aten.gelu.default and kwargs.get("approximate", "none") == "tanh"
+        return [(_CALL, [result, args[0]], [_CALLED[func] + tanh])]
+    if func is aten.mean.dim:
+        x, dims = args[:2]
+        _known(x.dtype is result.dtype is torch.float32 and list(dims) in ([-1], [x.dim() - 1]) and x.stride(-1) == 1)
+        return [(_MEAN, [result if result.dim() == x.dim() else result.unsqueeze(-1), x], [])]
+    if func is aten.index_copy_.default:
+        y, dim, index, x = args
+        _known(x.dtype is y.dtype and index.dim() == 1 and x.dim() == y.dim() > 0)
+        return [(_INDEX_COPY, [y, x, index], [dim % y.dim()])]
+    if func in (torch.ops.pi2.linear.default, torch.ops.pi2.linear_blocks.default):
+        x, rows, bias, weights, *more = args
+        _known(not kwargs and x.is_contiguous())
+        blocks = func is torch.ops.pi2.linear_blocks.default
+        parameters = [FORMATS[weights].code, int(blocks or (more or [False])[0]), int(blocks)]
+        return [(_LINEAR, [result, x, rows, *([] if bias is None else [bias])], parameters)]
+    if func is torch.ops.pi2.attention.default:
+        return [_attention(result, *args, **kwargs)]
+    raise _Unknown
+
+
+def _binary(
+    op: int,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    result: torch.Tensor,
+    given: list[torch.Tensor],
+    is_float: bool,
+) -> list[tuple[int, list[torch.Tensor], list[int]]]:
+    a, b = args
+    whole = op < 4 and result.dtype is torch.int64 and all(tensor.dtype is torch.int64 for tensor in given)
+    _known(_is_tensor(a) and (is_float or whole) and kwargs.get("alpha", 1) == 1 and "rounding_mode" not in kwargs)
+    if _is_tensor(b):
+        return [(op, [result, a.expand(result.shape), b.expand(result.shape)], [])]
+    return [(op, [result, a.expand(result.shape)], [_double(b)])]
+
+
+def _attention(
+    y: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    causal: bool = False,
+    sinks: torch.Tensor | None = None,
+) -> tuple[int, list[torch.Tensor], list[int]]:
+    seen = None if mask is None else mask.expand(query.shape[0], -1, -1, -1)
+    _known(all(t.stride(-1) == 1 for t in (query, key, value, *([] if seen is None else [seen]))))
+    operands = [y, query, key, value, *(t for t in (seen, sinks) if t is not None)]
+    return _ATTENTION, operands, [_double(scale), int(causal), int(seen is not None), int(sinks is not None)]
