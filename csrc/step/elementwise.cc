@@ -38,10 +38,9 @@ PI2_FOR_EACH_CPU void add_one(float* y, const float* a, float b, std::int64_t n)
 PI2_FOR_EACH_CPU void mul_one(float* y, const float* a, float b, std::int64_t n) {
   for (std::int64_t i = 0; i < n; ++i) y[i] = a[i] * b;
 }
-PI2_FOR_EACH_CPU void square_roots(float* y, const float* a, std::int64_t n) {
-  for (std::int64_t i = 0; i < n; ++i) y[i] = std::sqrt(a[i]);
+void inverse_roots(float* y, const float* a, std::int64_t n) {
+  for (std::int64_t i = 0; i < n; ++i) y[i] = 1.0f / std::sqrt(a[i]);
 }
-
 void negate(float* y, const float* a, std::int64_t n) {
   for (std::int64_t i = 0; i < n; ++i) y[i] = -a[i];
 }
@@ -54,11 +53,7 @@ void compute(StepOp op, float* y, const float* a, const float* b, std::int64_t n
     case StepOp::kDiv: return div(y, a, b, n);
     case StepOp::kNeg: return negate(y, a, n);
     case StepOp::kSquare: return mul(y, a, a, n);
-    case StepOp::kSqrt: return square_roots(y, a, n);
-    case StepOp::kRsqrt:
-      square_roots(y, a, n);
-      for (std::int64_t i = 0; i < n; ++i) y[i] = 1.0f / y[i];
-      return;
+    case StepOp::kRsqrt: return inverse_roots(y, a, n);
     default: std::memmove(y, a, static_cast<std::size_t>(n) * sizeof(float));
   }
 }
@@ -116,9 +111,9 @@ void float_row(StepOp op, const Strided& y, const Strided& a, const Strided* b, 
       std::fill_n(kept_b, some, single);
       compute(op, result, x, kept_b, some);
     } else {
-      const float* z = binary ? floats(at.b + i * strides[2] * element_bytes(b->element), b->element, strides[2], some,
-                                       kept_b)
-                              : nullptr;
+      const float* z =
+          binary ? floats(at.b + i * strides[2] * element_bytes(b->element), b->element, strides[2], some, kept_b)
+                 : nullptr;
       compute(op, result, x, z, some);
     }
     if (!direct) store(result, to, y.element, strides[0], some);
@@ -177,6 +172,11 @@ void elementwise(StepOp op, int rank, const Strided& y, const Strided& a, const 
 // each, four levels of them; then the four vectors of eight lanes, the numbers that fill no vector, and the lanes.
 float mean_of(const float* x, std::int64_t n) {
   constexpr std::int64_t kLanes = 8, kVectors = 4, kWidth = kLanes * kVectors, kLevels = 4;
+  if (n < kLanes) {  // four sums
+    float sums[4] = {};
+    for (std::int64_t k = 0; k < n; ++k) sums[k < n / 4 * 4 ? k % 4 : 0] += x[k];
+    return (((sums[0] + sums[1]) + sums[2]) + sums[3]) / static_cast<float>(n);
+  }
   const std::int64_t vectors = n / kLanes, rows = vectors / kVectors;
   std::int64_t log = 0;
   while ((std::int64_t{1} << log) < rows) ++log;

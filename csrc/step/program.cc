@@ -54,15 +54,16 @@ Operand read_operand(Words& words, const std::vector<std::int64_t>& slot_bytes) 
   for (int d = 0; d < operand.rank; ++d) operand.strides[d] = words.next(0, kMostBytes);
   if (!words.sound) return operand;
   // Sizes may be large, so that products must not overflow.
-  std::int64_t left = slot_bytes[static_cast<std::size_t>(operand.slot)] - operand.offset;
   const std::int64_t bytes = element_bytes(operand.element);
-  left -= bytes;
+  std::int64_t left = slot_bytes[static_cast<std::size_t>(operand.slot)] - operand.offset - bytes;
   for (int d = 0; d < operand.rank && left >= 0; ++d) {
     const std::int64_t most = operand.strides[d] == 0 ? kMostBytes : left / (operand.strides[d] * bytes) + 1;
-    if (operand.strides[d] > kMostBytes / bytes || operand.sizes[d] > most) left = -1;
-    else left -= (operand.sizes[d] - 1) * operand.strides[d] * bytes;
+    if (operand.strides[d] > kMostBytes / bytes || operand.sizes[d] > most)
+      left = -1;
+    else
+      left -= (operand.sizes[d] - 1) * operand.strides[d] * bytes;
   }
-  words.sound = left >= 0;
+  words.sound = left >= 0 && operand.offset % bytes == 0;
   return operand;
 }
 
@@ -106,8 +107,8 @@ bool sound_linear(const Instruction& it) {
   if (rows.rank != 2 || rows.element != Element::kByte || rows.sizes[1] != row_bytes(dtype, columns)) return false;
   if (y.sizes[y.rank - 1] != rows.sizes[0] || !std::equal(x.sizes, x.sizes + x.rank - 1, y.sizes)) return false;
   const bool biased = it.operands == 4;
-  if (biased && (bias.rank != 1 || bias.element != Element::kF32 || bias.sizes[0] != rows.sizes[0] ||
-                 !bias.contiguous()))
+  if (biased &&
+      (bias.rank != 1 || bias.element != Element::kF32 || bias.sizes[0] != rows.sizes[0] || !bias.contiguous()))
     return false;
   return it.parameter[2] == 0 || (it.parameter[1] != 0 && in_blocks(rows.sizes[0], columns) && takes_blocks(dtype));
 }
@@ -136,8 +137,8 @@ bool sound_attention(const Instruction& it) {
 
 bool sound_call(const Instruction& it) {
   const Operand &y = it.operand[0], &x = it.operand[1];
-  return it.operands == 2 && it.parameters == 1 && it.parameter[0] >= 0 && is_float(y) && x.element == y.element && same_sizes(x, y) &&
-         x.contiguous() && y.contiguous();
+  return it.operands == 2 && it.parameters == 1 && it.parameter[0] >= 0 && is_float(y) && x.element == y.element &&
+         same_sizes(x, y) && x.contiguous() && y.contiguous();
 }
 
 bool sound(const Instruction& it) {
@@ -176,9 +177,7 @@ struct Runner {
   StepProgram::Call call;
   void* host;
 
-  char* data(const Operand& operand) const {
-    return bases[static_cast<std::size_t>(operand.slot)] + operand.offset;
-  }
+  char* data(const Operand& operand) const { return bases[static_cast<std::size_t>(operand.slot)] + operand.offset; }
   Strided strided(const Operand& operand) const {
     Strided all{data(operand), operand.element, {}, {}};
     std::copy_n(operand.sizes, operand.rank, all.sizes);

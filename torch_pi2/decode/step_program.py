@@ -22,11 +22,11 @@ from torch_pi2.ops.library import load, unseen_by_modes
 aten = torch.ops.aten
 
 #: As in ``pi2/step_program.h``.
-_COPY, _MEAN, _INDEX_COPY, _LINEAR, _ATTENTION, _CALL = 0, 9, 10, 11, 12, 13
+_COPY, _MEAN, _INDEX_COPY, _LINEAR, _ATTENTION, _CALL = 0, 8, 9, 10, 11, 12
 _BINARY = {aten.add.Tensor: 1, aten.sub.Tensor: 2, aten.mul.Tensor: 3, aten.div.Tensor: 4}
-_UNARY = {aten.neg.default: 5, aten.pow.Tensor_Scalar: 6, aten.sqrt.default: 7, aten.rsqrt.default: 8}
+_UNARY = {aten.neg.default: 5, aten.pow.Tensor_Scalar: 6, aten.rsqrt.default: 7}
 _CALLED = {aten.silu.default: 0, aten.gelu.default: 1, aten.sigmoid.default: 3, aten.tanh.default: 4}
-_CALLED |= {aten.exp.default: 5, aten.relu.default: 6}
+_CALLED |= {aten.exp.default: 5, aten.relu.default: 6, aten.sqrt.default: 7}
 _COPIES = {"_to_copy", "to", "clone", "contiguous", "reshape", "type_as", "flatten"}
 _FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ELEMENTS = _FLOATS | {torch.int64: 3, torch.uint8: 4, torch.bool: 4}

@@ -12,7 +12,7 @@ namespace {
 // PyTorch's operators that programs call: they have no exact rounding, so that PyTorch's own code has to compute them.
 // step_program.py has the same list.
 constexpr const char* kCalled[] = {"aten::silu", "aten::gelu", "aten::gelu", "aten::sigmoid",
-                                   "aten::tanh", "aten::exp",  "aten::relu"};
+                                   "aten::tanh", "aten::exp",  "aten::relu", "aten::sqrt"};
 constexpr int64_t kGelu = 1, kGeluTanh = 2;
 
 int64_t bytes_of(const Tensor& tensor) {
@@ -63,8 +63,8 @@ int64_t step_program(std::vector<Tensor> fixed, std::vector<Tensor> inputs, std:
   for (const auto* tensors : {&fixed, &inputs, &outputs})
     for (const Tensor& tensor : *tensors) {
       check_plain(tensor, "slots");
-      STD_TORCH_CHECK(tensors != &outputs || tensor.is_contiguous(), "pi2: outputs: expected contiguous, found strided ",
-                      shape_of(tensor), ". Pass storages.");
+      STD_TORCH_CHECK(tensors != &outputs || tensor.is_contiguous(),
+                      "pi2: outputs: expected contiguous, found strided ", shape_of(tensor), ". Pass storages.");
       bytes.push_back(bytes_of(tensor));
       (tensors == &fixed ? step->like_fixed : tensors == &inputs ? step->inputs : step->outputs).emplace_back(tensor);
     }
@@ -118,8 +118,9 @@ std::vector<Tensor> step_run(int64_t number, std::vector<Tensor> inputs) {
     given.push_back(static_cast<char*>(step->fixed[i].mutable_data_ptr()));
   }
   for (size_t i = 0; i < inputs.size(); ++i) {
-    STD_TORCH_CHECK(step->inputs[i].is(inputs[i]), "pi2: inputs: expected the shape, strides and dtype of the recorded ",
-                    "step, found ", shape_of(inputs[i]), ". Record the step again.");
+    STD_TORCH_CHECK(step->inputs[i].is(inputs[i]),
+                    "pi2: inputs: expected the shape, strides and dtype of the recorded ", "step, found ",
+                    shape_of(inputs[i]), ". Record the step again.");
     given.push_back(static_cast<char*>(inputs[i].mutable_data_ptr()));
   }
   std::vector<Tensor> outputs;
@@ -128,8 +129,8 @@ std::vector<Tensor> step_run(int64_t number, std::vector<Tensor> inputs) {
     given.push_back(static_cast<char*>(outputs.back().mutable_data_ptr()));
   }
   const bool complete = step->program->run(given, torch_threads(), call, nullptr);
-  STD_TORCH_CHECK(complete, "pi2: index_copy_: expected positions within the cache, found one beyond it. Make a longer ",
-                  "cache.");
+  STD_TORCH_CHECK(
+      complete, "pi2: index_copy_: expected positions within the cache, found one beyond it. Make a longer ", "cache.");
   return outputs;
 }
 

@@ -26,9 +26,8 @@ enum class StepOp : std::int64_t {
   kSub,
   kMul,
   kDiv,
-  kNeg,  // these four: of one operand
+  kNeg,  // these three: of one operand
   kSquare,
-  kSqrt,
   kRsqrt,
   kMean,       // over the last dimension
   kIndexCopy,  // y[.., index[i], ..] = x[.., i, ..]; operands y, x, index; parameter: the dimension
@@ -36,7 +35,7 @@ enum class StepOp : std::int64_t {
   kAttention,  // y, query, key, value, perhaps a mask and sinks; parameters: scale (a double), causal, mask, sinks
   kCall,       // y, x, contiguous and of one size: an operator of the host; parameter: its number
 };
-constexpr std::int64_t kStepOps = 14;
+constexpr std::int64_t kStepOps = 13;
 
 class StepProgram {
  public:
@@ -60,10 +59,10 @@ class StepProgram {
   // The host's operator `number` on contiguous x and y of `count` numbers.
   using Call = void (*)(void* host, std::int64_t number, Element element, const void* x, void* y, std::int64_t count);
 
-  // `calls`: how many operators the host has. `code`: of each instruction its op, the numbers of operands and parameters, the operands (slot, offset, element,
-  // rank, sizes, strides), and the parameters. `slot_bytes`: of all slots; the first `given` are the host's, which
-  // passes their addresses to run(), the others are the program's own. Returns null and a reason if the code is not
-  // sound: whatever it says, run() stays within the slots.
+  // `calls`: how many operators the host has. `code`: of each instruction its op, the numbers of operands and
+  // parameters, the operands (slot, offset, element, rank, sizes, strides), and the parameters. `slot_bytes`: of all
+  // slots; the first `given` are the host's, which passes their addresses to run(), the others are the program's own.
+  // Returns null and a reason if the code is not sound: whatever it says, run() stays within the slots.
   static std::unique_ptr<StepProgram> make(const std::int64_t* code, std::int64_t words,
                                            const std::vector<std::int64_t>& slot_bytes, std::int64_t given,
                                            std::int64_t calls, std::string* reason);
