@@ -112,7 +112,7 @@ def _sources(folder: Path, *suffixes: str) -> list[Path]:
 
 
 #: Rooms of csrc that belong to the core.
-CORE = ("base", "kernels", "io", "cache", "store", "attention", "ffn", "engine", "include")
+CORE = ("base", "kernels", "io", "cache", "store", "attention", "ffn", "step", "engine", "include")
 
 
 @pytest.mark.parametrize("room", CORE)

@@ -161,6 +161,7 @@ class StepGraph:
     def _translate(self, ids_BT: torch.Tensor) -> torch.Tensor:
         """The result of this step; the next ones run programs (:mod:`torch_pi2.decode.step_program`)."""
         self._translates = False
+        result: torch.Tensor
         result, made = translated(self._run, ids_BT, self.inputs)
         if made is not None:
             self._run, self._given = _code(made.graph), made.fixed

@@ -1,8 +1,8 @@
 """The calls of a step as programs of the C++ core (``csrc/include/pi2/step_program.h``), with the same bits.
 
-PyTorch takes 1 to 4 us for each of a step's small operators, however few their numbers; a step of a small model has a
-thousand. A program computes norms, rotations, residuals, linear layers and attention in one call. Calls that it does not
-know stay PyTorch's, between two programs.
+PyTorch takes 1 to 4 us for each small operator, however few its numbers, and a step of a small model has a thousand. A
+program computes norms, rotations, residuals, linear layers and attention in one call. Calls that it does not know stay
+PyTorch's, between two programs.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ aten = torch.ops.aten
 _COPY, _MEAN, _INDEX_COPY, _LINEAR, _ATTENTION, _CALL = 0, 8, 9, 10, 11, 12
 _BINARY = {aten.add.Tensor: 1, aten.sub.Tensor: 2, aten.mul.Tensor: 3, aten.div.Tensor: 4}
 _UNARY = {aten.neg.default: 5, aten.pow.Tensor_Scalar: 6, aten.rsqrt.default: 7}
-_CALLED = {aten.silu.default: 0, aten.gelu.default: 1, aten.sigmoid.default: 3, aten.tanh.default: 4}
-_CALLED |= {aten.exp.default: 5, aten.relu.default: 6, aten.sqrt.default: 7}
+_CALLED = {f: i for i, f in enumerate((aten.silu, aten.sigmoid, aten.tanh, aten.exp, aten.relu, aten.sqrt))}
 _COPIES = {"_to_copy", "to", "clone", "contiguous", "reshape", "type_as", "flatten"}
 _FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ELEMENTS = _FLOATS | {torch.int64: 3, torch.uint8: 4, torch.bool: 4}
@@ -66,7 +65,7 @@ def translated(run: Callable[..., Any], ids_BT: torch.Tensor, fixed: list[torch.
     made = Translation(observer.made, ids_BT, fixed, result)
     try:
         made.translate()
-    except _Unknown:
+    except (_Unknown, RuntimeError):
         close(made.programs)
         return result, None
     return result, made
@@ -161,7 +160,7 @@ class Translation:
 
     def _emit(self, call: Call) -> None:
         func, args, kwargs, result = call
-        named = fx.node.map_aggregate((args, kwargs), lambda leaf: self._node(leaf) if _is_tensor(leaf) else leaf)
+        named = fx.node.map_aggregate((args, kwargs), lambda leaf: self._node(leaf) if _is_tensor(leaf) else leaf)  # type: ignore[arg-type]
         node = self.graph.call_function(func, *named)
         if isinstance(result, torch.Tensor):
             self._nodes.setdefault(id(result), node)
@@ -303,10 +302,9 @@ def _instructions(
         starts = [sum(part.shape[dim] for part in parts[:i]) for i in range(len(parts))]
         places = zip(parts, starts, strict=True)
         return [(_COPY, [result.narrow(dim, at, part.shape[dim]), part], []) for part, at in places if part.numel()]
-    if func in _CALLED:
+    if func.overloadpacket in _CALLED:
         _known(is_float and result.is_contiguous() and args[0].is_contiguous())
-        tanh = func is aten.gelu.default and kwargs.get("approximate", "none") == "tanh"
-        return [(_CALL, [result, args[0]], [_CALLED[func] + tanh])]
+        return [(_CALL, [result, args[0]], [_CALLED[func.overloadpacket]])]
     if func is aten.mean.dim:
         x, dims = args[:2]
         _known(x.dtype is result.dtype is torch.float32 and list(dims) in ([-1], [x.dim() - 1]) and x.stride(-1) == 1)
