@@ -2,6 +2,7 @@
 #include "pi2/linear.h"
 
 #include <algorithm>
+#include <vector>
 
 #include "base/convert.h"
 #include "base/parallel.h"
@@ -132,6 +133,18 @@ void linear_blocks(const LinearArgs& args, const KernelTable& table, const Paral
   }
 }
 
+// Layers of one x; their items, one layer after the other.
+struct Together {
+  BlocksPass* pass[kMostTogether];
+  std::int64_t end[kMostTogether];  // items of the layers up to this one
+
+  void rows(std::int64_t index) const {
+    int i = 0;
+    while (index >= end[i]) ++i;
+    pass[i]->rows(i == 0 ? index : index - end[i - 1]);
+  }
+};
+
 }  // namespace
 
 bool takes_blocks(DType dtype) { return kernels().dot_blocks[static_cast<int>(dtype)] != nullptr; }
@@ -172,6 +185,50 @@ void linear(const LinearArgs& args, const ParallelFor& parallel) {
         tiny ? serial() : parallel, (args.rows + block_rows - 1) / block_rows,
         [](void* p, std::int64_t block) { static_cast<const Pass*>(p)->rows(block); }, &pass);
   }
+}
+
+void linear_together(const LinearArgs* all, int count, const ParallelFor& parallel) {
+  const std::int64_t tokens = all->tokens, columns = all->columns, width = gemm_input_bytes(columns) / 4;
+  std::int64_t bytes = 0, rows = 0;
+  for (int i = 0; i < count; ++i) {
+    rows += all[i].rows;
+    bytes += all[i].rows * row_bytes(all[i].w_dtype, columns);
+  }
+  const Timed timed(Timed::kLinear, rows, columns);
+  const TraceSpan span(Stage::kLinear, rows, columns);
+  const KernelTable& table = kernels();
+  const std::int64_t threads = std::max(1, parallel.threads);
+  const std::int64_t items = threads * std::max<std::int64_t>(1, std::min(kItems, bytes / (threads * kItemBytes)));
+  float* x_TW = scratch(Scratch::kInput, tokens * (count * width + padded(columns)));
+  std::vector<BlocksPass> passes;
+  passes.reserve(kMostTogether);
+  Together together{};
+  std::int64_t end = 0;
+  for (int i = 0; i < count; ++i) {
+    const int w = static_cast<int>(all[i].w_dtype);
+    const std::int64_t block_bytes = kPanelRows * row_bytes(all[i].w_dtype, columns);
+    const std::int64_t item_blocks = std::max<std::int64_t>(1, (bytes / items + block_bytes - 1) / block_bytes);
+    passes.push_back({all[i],
+                      table.prepare_gemm[w],
+                      table.dot_blocks[w],
+                      0,
+                      tokens,
+                      item_blocks,
+                      x_TW + tokens * count * width,
+                      {}});
+    BlocksPass& pass = passes.back();
+    const auto same = std::find_if(passes.begin(), passes.end(),
+                                   [&](const BlocksPass& other) { return other.prepare == pass.prepare; });
+    for (std::int64_t t = 0; t < tokens; ++t) {
+      pass.x_T[t] = &*same == &pass ? x_TW + (i * tokens + t) * width : same->x_T[t];
+      if (&*same == &pass) pass.input(t);
+    }
+    together.pass[i] = &pass;
+    together.end[i] = end += pass.items();
+  }
+  Dynamic::run(
+      tokens * rows * columns < kTinyWeights ? serial() : parallel, end,
+      [](void* p, std::int64_t index) { static_cast<const Together*>(p)->rows(index); }, &together);
 }
 
 void to_blocks(const void* rows, DType dtype, std::int64_t count, std::int64_t columns, void* blocks) {

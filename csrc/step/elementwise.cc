@@ -38,6 +38,21 @@ PI2_FOR_EACH_CPU void add_one(float* y, const float* a, float b, std::int64_t n)
 PI2_FOR_EACH_CPU void mul_one(float* y, const float* a, float b, std::int64_t n) {
   for (std::int64_t i = 0; i < n; ++i) y[i] = a[i] * b;
 }
+PI2_FOR_EACH_CPU void widen_bf16(float* y, const std::uint16_t* x, std::int64_t n) {
+  for (std::int64_t i = 0; i < n; ++i) {
+    const std::uint32_t bits = std::uint32_t{x[i]} << 16;
+    std::memcpy(&y[i], &bits, sizeof(bits));
+  }
+}
+// As narrow_bf16, without a branch.
+PI2_FOR_EACH_CPU void narrow_all_bf16(std::uint16_t* y, const float* x, std::int64_t n) {
+  for (std::int64_t i = 0; i < n; ++i) {
+    std::uint32_t bits;
+    std::memcpy(&bits, &x[i], sizeof(bits));
+    const std::uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16, nan = bits >> 16 | 0x40;
+    y[i] = static_cast<std::uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? nan : rounded);
+  }
+}
 void inverse_roots(float* y, const float* a, std::int64_t n) {
   for (std::int64_t i = 0; i < n; ++i) y[i] = 1.0f / std::sqrt(a[i]);
 }
@@ -68,7 +83,9 @@ float number_at(const char* data, Element element) {
 // n numbers as floats, where they are or in `kept`.
 const float* floats(const char* data, Element element, std::int64_t stride, std::int64_t n, float* kept) {
   if (element == Element::kF32 && stride == 1) return reinterpret_cast<const float*>(data);
-  if (stride == 1 && element != Element::kI64) {
+  if (stride == 1 && element == Element::kBF16) {
+    widen_bf16(kept, reinterpret_cast<const std::uint16_t*>(data), n);
+  } else if (stride == 1 && element != Element::kI64) {
     widen(data, static_cast<DType>(element), kept, n);
   } else if (stride == 0) {
     std::fill_n(kept, n, number_at(data, element));
@@ -81,6 +98,7 @@ const float* floats(const char* data, Element element, std::int64_t stride, std:
 
 void store(const float* from, char* data, Element element, std::int64_t stride, std::int64_t n) {
   const auto dtype = static_cast<DType>(element);
+  if (stride == 1 && element == Element::kBF16) return narrow_all_bf16(reinterpret_cast<std::uint16_t*>(data), from, n);
   if (stride == 1) return narrow(from, data, dtype, n);
   const std::int64_t step = stride * element_bytes(element);
   for (std::int64_t i = 0; i < n; ++i) narrow(from + i, data + i * step, dtype, 1);

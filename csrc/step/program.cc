@@ -171,6 +171,26 @@ void flatten(Instruction& it) {
   for (int i = 0; i < it.operands; ++i) it.operand[i].rank = rank;
 }
 
+bool in_blocks_of_few_tokens(const Instruction& it) {
+  const Operand& x = it.operand[1];
+  return it.op == StepOp::kLinear && it.parameter[2] != 0 && x.numel() / x.sizes[x.rank - 1] < kGemmTokens;
+}
+
+bool same_input(const Instruction& a, const Instruction& b) {
+  if (!in_blocks_of_few_tokens(a) || !in_blocks_of_few_tokens(b)) return false;
+  const Operand &x = a.operand[1], &z = b.operand[1];
+  return x.slot == z.slot && x.offset == z.offset && x.element == z.element && same_sizes(x, z);
+}
+
+// Whether `later` may come before `earlier`: neither uses what the other writes.
+bool may_pass(const Instruction& later, const Instruction& earlier) {
+  for (int i = 0; i < later.operands; ++i)
+    if (later.operand[i].slot == earlier.operand[0].slot) return false;
+  for (int i = 0; i < earlier.operands; ++i)
+    if (earlier.operand[i].slot == later.operand[0].slot) return false;
+  return true;
+}
+
 struct Runner {
   const std::vector<char*>& bases;
   const ParallelFor& parallel;
@@ -229,7 +249,7 @@ struct Runner {
     return true;
   }
 
-  void linear(const Instruction& it) const {
+  LinearArgs linear_args(const Instruction& it) const {
     const Operand &x = it.operand[1], &rows = it.operand[2];
     LinearArgs args;
     args.y = data(it.operand[0]);
@@ -243,7 +263,14 @@ struct Runner {
     if (it.operands == 4) args.bias = reinterpret_cast<const float*>(data(it.operand[3]));
     args.int8_activations = it.parameter[1] != 0;
     args.blocks = it.parameter[2] != 0;
-    pi2::linear(args, parallel);
+    return args;
+  }
+
+  void linear(const Instruction* it) const {
+    if (it->together == 1) return pi2::linear(linear_args(*it), parallel);
+    LinearArgs all[kMostTogether];
+    for (int i = 0; i < it->together; ++i) all[i] = linear_args(it[i]);
+    linear_together(all, it->together, parallel);
   }
 
   void attention(const Instruction& it) const {
@@ -276,11 +303,12 @@ struct Runner {
     pi2::attention(args, parallel);
   }
 
-  bool run(const Instruction& it) const {
+  bool run(const Instruction* at) const {
+    const Instruction& it = *at;
     switch (it.op) {
       case StepOp::kMean: mean(it); return true;
       case StepOp::kIndexCopy: return index_copy(it);
-      case StepOp::kLinear: linear(it); return true;
+      case StepOp::kLinear: linear(at); return true;
       case StepOp::kAttention: attention(it); return true;
       case StepOp::kCall:
         call(host, it.parameter[0], it.operand[0].element, data(it.operand[1]), data(it.operand[0]),
@@ -327,11 +355,37 @@ std::unique_ptr<StepProgram> StepProgram::make(const std::int64_t* code, std::in
     if (it.op < StepOp::kMean) flatten(it);
     made->instructions_.push_back(it);
   }
+  made->bring_together();
   if (!made->place(slot_bytes, given)) {
     *reason = "sizes of slots";
     return nullptr;
   }
   return made;
+}
+
+// Linear layers of one x, such as gate and up, which an activation separates, follow each other.
+void StepProgram::bring_together() {
+  constexpr std::size_t kNear = 8;
+  for (std::size_t i = 1; i < instructions_.size(); ++i) {
+    std::size_t j = i;
+    while (j-- > 0 && i - j <= kNear && may_pass(instructions_[i], instructions_[j])) {
+      if (!same_input(instructions_[i], instructions_[j])) continue;
+      std::rotate(instructions_.begin() + static_cast<std::ptrdiff_t>(j) + 1,
+                  instructions_.begin() + static_cast<std::ptrdiff_t>(i),
+                  instructions_.begin() + static_cast<std::ptrdiff_t>(i) + 1);
+      break;
+    }
+  }
+  for (std::size_t i = 0; i < instructions_.size(); i += static_cast<std::size_t>(instructions_[i].together)) {
+    Instruction& first = instructions_[i];
+    while (first.together < kMostTogether && i + static_cast<std::size_t>(first.together) < instructions_.size()) {
+      const std::size_t next = i + static_cast<std::size_t>(first.together);
+      bool passes = same_input(instructions_[next], first);
+      for (std::size_t k = i; k < next && passes; ++k) passes = may_pass(instructions_[next], instructions_[k]);
+      if (!passes) break;
+      ++first.together;
+    }
+  }
 }
 
 // Gives the program's own slots offsets; slots that are not in use at the same time share memory.
@@ -374,8 +428,8 @@ bool StepProgram::run(const std::vector<char*>& given, const ParallelFor& parall
   const std::lock_guard<std::mutex> lock(mutex_);
   std::copy(given.begin(), given.end(), bases_.begin());
   const Runner runner{bases_, parallel, call, host};
-  for (const Instruction& it : instructions_)
-    if (!runner.run(it)) return false;
+  for (std::size_t i = 0; i < instructions_.size(); i += static_cast<std::size_t>(instructions_[i].together))
+    if (!runner.run(&instructions_[i])) return false;
   return true;
 }
 

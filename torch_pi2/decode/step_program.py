@@ -110,6 +110,8 @@ class Translation:
         self._views: dict[int, Call] = {}
         self._last: dict[int, int] = {}
         self._now, self._alive = _Program(), list[Any]()
+        #: PyTorch's calls that come after the program under way, and what they make.
+        self._later, self._waiting = list[Call](), set[int]()
         written = self._find_roots()
         self.fixed = fixed + [call[3] for call in calls if _is_constant(call) and id(call[3]) not in written]
         self._fixed = {id(tensor) for tensor in self.fixed}
@@ -141,6 +143,8 @@ class Translation:
             given = {id(tensor) for tensor in _tensors((call[1], list(call[2].values())))}
             if not changes and made and all(id(tensor) in self._views.keys() | self._fixed | given for tensor in made):
                 continue
+            if self._later and (changes or not self._waiting.isdisjoint(self._touched(call))):
+                self._end(position)
             try:
                 self._add(call)
             except _Unknown:
@@ -150,11 +154,20 @@ class Translation:
 
     # --- PyTorch's calls ---
 
+    def _touched(self, call: Call) -> set[int]:
+        return {id(self.root(tensor)) for tensor in _tensors((call[1], list(call[2].values())))}
+
     def _leave_to_pytorch(self, position: int, call: Call) -> None:
-        """Before the program under way, unless it needs or changes what that has made or used."""
-        changed = self._now.used if call[0]._schema.is_mutable else self._now.written
-        touched = {id(self.root(tensor)) for tensor in _tensors((call[1], list(call[2].values())))}
-        if not touched.isdisjoint(self._now.made.keys() | changed):
+        """Before the program under way; after it, if it needs or changes what that has made or used."""
+        changes = call[0]._schema.is_mutable
+        touches = not self._touched(call).isdisjoint(
+            self._now.made.keys() | (self._now.used if changes else self._now.written)
+        )
+        if touches and not changes:  # what does not need it can still be in the program
+            self._later.append(call)
+            self._waiting |= {id(self.root(tensor)) for tensor in _tensors(call[3])}
+            return
+        if touches:
             self._end(position)
         self._emit(call)
 
@@ -207,10 +220,17 @@ class Translation:
     def _end(self, position: int) -> None:
         """The instructions under way become a program, which the graph runs here."""
         now, self._now = self._now, _Program()
-        if not now.instructions:
-            return
-        outputs = [root for root in now.made.values() if self._last.get(id(root), -1) >= position]
-        own = [root for root in now.made.values() if self._last.get(id(root), -1) < position]
+        if now.instructions:
+            self._program(now, position)
+        for call in self._later:
+            self._emit(call)
+        self._later, self._waiting = [], set()
+
+    def _program(self, now: _Program, position: int) -> None:
+        used = {root for call in self._later for root in self._touched(call)}
+        used |= {root for root in now.made if self._last.get(root, -1) >= position}
+        outputs = [root for root in now.made.values() if id(root) in used]
+        own = [root for root in now.made.values() if id(root) not in used]
         fixed = [root for root in now.used.values() if id(root) in self._fixed]
         inputs = [root for root in now.used.values() if id(root) not in self._fixed]
         slots = {id(root): i for i, root in enumerate((*fixed, *inputs, *outputs, *own))}

@@ -32,6 +32,11 @@ bool takes_blocks(DType dtype);
 
 void linear(const LinearArgs& args, const ParallelFor& parallel);
 
+// At most kMostTogether layers in blocks of one x of fewer than kGemmTokens tokens, as one pass over all rows: x is
+// prepared once, and threads wait for each other once. The bits are those of linear().
+constexpr int kMostTogether = 8;
+void linear_together(const LinearArgs* all, int count, const ParallelFor& parallel);
+
 // Stores `count` rows of kQ4 or kQ8 in blocks; needs in_blocks(kPanelRows, columns). The last block is padded with zero
 // rows. torch_pi2/ops/linear.py does the same for tensors.
 void to_blocks(const void* rows, DType dtype, std::int64_t count, std::int64_t columns, void* blocks);

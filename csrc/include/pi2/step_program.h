@@ -55,6 +55,7 @@ class StepProgram {
     int operands = 0, parameters = 0;
     Operand operand[kMostOperands];
     std::int64_t parameter[kMostParameters] = {};
+    int together = 1;  // of linear layers: how many from here on are computed in one pass
   };
   // The host's operator `number` on contiguous x and y of `count` numbers.
   using Call = void (*)(void* host, std::int64_t number, Element element, const void* x, void* y, std::int64_t count);
@@ -72,6 +73,7 @@ class StepProgram {
   bool run(const std::vector<char*>& given, const ParallelFor& parallel, Call call, void* host);
 
  private:
+  void bring_together();
   bool place(const std::vector<std::int64_t>& slot_bytes, std::int64_t given);
 
   std::vector<Instruction> instructions_;
