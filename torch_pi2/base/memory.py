@@ -47,6 +47,14 @@ def new_tensor(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(mapped, dtype=dtype, count=count, offset=at).view(shape)
 
 
+def untouched_zeros(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros on the CPU that take no memory until they are written: ``torch.zeros`` writes them. Raises OSError."""
+    shape = tuple(shape)
+    count = math.prod(shape)
+    mapped = mmap.mmap(-1, max(1, count * dtype.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(mapped, dtype=dtype, count=count).view(shape) if count else torch.empty(shape, dtype=dtype)
+
+
 def give_back_freed_memory() -> None:
     """Return free memory now, and large blocks once freed; glibc would keep up to 32 MB each after a prompt."""
     if hasattr(_libc, "mallopt"):

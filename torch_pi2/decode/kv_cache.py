@@ -11,6 +11,7 @@ from torch import nn
 
 from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.fields import Field
+from torch_pi2.base.memory import untouched_zeros
 from torch_pi2.errors import DtypeError, OutOfMemoryError, UnsupportedModelError
 from torch_pi2.ops import load
 
@@ -55,16 +56,18 @@ class LayerMemory:
 
     def allocate(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Zeros of the heads and width of these. On the CPU they take no memory until they are written."""
+        wanted = [((self.rows, t.shape[1], self.max_tokens, t.shape[3]), t.dtype) for t in (keys, values)]
         try:
-            self.keys, self.values = (
-                t.new_zeros((self.rows, t.shape[1], self.max_tokens, t.shape[3]), device=self.device)
-                for t in (keys, values)
-            )
-        except RuntimeError as error:  # of torch's allocators
+            if self.device.type == "cpu":
+                self.keys, self.values = (untouched_zeros(*each) for each in wanted)
+            else:
+                self.keys, self.values = (
+                    torch.zeros(shape, dtype=dtype, device=self.device) for shape, dtype in wanted
+                )
+        except (OSError, OverflowError, RuntimeError) as error:  # RuntimeError: of torch's allocators
             expected, fix = f"memory for {self.rows} x {self.max_tokens} tokens", "Lower max_new_tokens or max_tokens."
             found = str(error).splitlines()[0][:200].rstrip(".")
             raise OutOfMemoryError("keys and values", expected=expected, found=found, fix=fix) from error
-        self.give_back(0)
 
     def give_back(self, rows: int) -> None:
         """Return the memory of all but the first ``rows`` to the system (not on a GPU); it then reads as zeros."""
