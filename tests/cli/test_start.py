@@ -64,8 +64,8 @@ def test_generate_imports_no_compiler_and_nothing_for_other_work(
         assert "12 tokens" in done.stdout
         modules = set(done.stdout.rpartition("MODULES ")[2].split())
         assert "transformers.modeling_utils" in modules
-        if attempt == "again":  # an import compares modules with Dynamo's graphs
-            assert not modules & {*NOT_NEEDED}
+        of_import = {"sympy"} if attempt == "import" else set()  # of operators without values, which find layers
+        assert not modules & {*NOT_NEEDED} - of_import
 
 
 @pytest.mark.slow

@@ -44,12 +44,8 @@ def stands_for_another(tensor: torch.Tensor) -> str:
 def check_on_cpu(what: str, device: torch.device) -> None:
     """Raises DeviceError: not on the CPU."""
     if device.type != "cpu":
-        raise DeviceError(
-            what,
-            expected="cpu",
-            found=str(device),
-            fix="Load the weights (a model on 'meta' has none) or move it with model.to('cpu').",
-        )
+        expected, fix = "cpu", "Load the weights (a model on 'meta' has none) or move it with model.to('cpu')."
+        raise DeviceError(what, expected=expected, found=str(device), fix=fix)
 
 
 def check_finite(what: str, tensor: torch.Tensor, most: float = math.inf, reason: str = "") -> None:

@@ -185,12 +185,8 @@ def locked(target: Path, patience_s: float, on_wait: Callable[[], None] = lambda
             waiting = True
             on_wait()
         if time.monotonic() >= begun + patience_s:
-            raise ArtifactError(
-                f"writing {target}",
-                expected="no other process that writes it",
-                found=f"one that has locked {path.name}",
-                fix="Wait for it, or choose another name.",
-            )
+            found, fix = f"one that has locked {path.name}", "Wait for it, or choose another name."
+            raise ArtifactError(f"writing {target}", expected="no other process that writes it", found=found, fix=fix)
         time.sleep(0.02)
     try:
         yield
@@ -234,12 +230,8 @@ def _remove(path: Path) -> None:
 def check_not_current(folder: Path) -> None:
     """Raises ArtifactError: ``folder``, to be replaced, is the current one, where a shell would be stranded."""
     if folder.is_dir() and os.path.samestat(os.stat(folder), os.stat(".")):
-        raise ArtifactError(
-            f"writing {folder}",
-            expected="a folder that can be replaced",
-            found="the current folder",
-            fix="Name another, or this one from outside of it.",
-        )
+        expected, fix = "a folder that can be replaced", "Name another, or this one from outside of it."
+        raise ArtifactError(f"writing {folder}", expected=expected, found="the current folder", fix=fix)
 
 
 @contextmanager

@@ -423,12 +423,8 @@ class TensorReader(OpenFile):
     def spec(self, name: str) -> Spec:
         """Raises ArtifactError: there is no such tensor."""
         if name not in self.specs:
-            raise ArtifactError(
-                str(self.path),
-                expected=f"a tensor {name}",
-                found=f"{len(self.specs)} others",
-                fix="The file is of another model or another version; make it again.",
-            )
+            expected, fix = f"a tensor {name}", "The file is of another model or another version; make it again."
+            raise ArtifactError(str(self.path), expected=expected, found=f"{len(self.specs)} others", fix=fix)
         return self.specs[name]
 
     def read_into(self, name: str, tensor: torch.Tensor, *, row: int = 0) -> None:

@@ -398,12 +398,8 @@ class QuantizedCheckpoint(Checkpoint):
         if not sound or columns % scale_NG.shape[1] or columns < scale_NG.shape[1]:
             raise self._wrong(base, f"scales of {rows} rows of {columns}", str(list(scale_NG.shape)))
         if not bool(scale_NG.float().isfinite().all()):
-            raise NonFiniteError(
-                f"scales of {base} in {self.folder}",
-                expected="numbers",
-                found="NaN or an infinity",
-                fix="The checkpoint is damaged; get it again.",
-            )
+            found, fix = "NaN or an infinity", "The checkpoint is damaged; get it again."
+            raise NonFiniteError(f"scales of {base} in {self.folder}", expected="numbers", found=found, fix=fix)
         group = columns // scale_NG.shape[1]
         if z_NG is not None:
             if z_NG.shape != scale_NG.shape:

@@ -32,7 +32,7 @@ from torch_pi2.layers.linear import can_stand_for
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.activations import exact_zeros
 from torch_pi2.ops.quantized import RelativeError
-from torch_pi2.rewrite.skeleton import skeleton
+from torch_pi2.rewrite.skeleton import on_meta, skeleton
 from torch_pi2.store.folder import PI2_FOLDER, check_replaceable, check_separate, declare, read_config
 from torch_pi2.store.source import ExpertMatrix
 from torch_pi2.store.trust import has_tokenizer
@@ -110,10 +110,10 @@ def write_imported(
 ) -> ImportReport:
     """Write ``pi2/`` into ``folder``, which has the configuration. Raises as :func:`torch_pi2.import_gguf`."""
     (folder / PI2_FOLDER).mkdir()
-    with torch.device("meta"):
-        empty = skeleton(folder)
+    built = skeleton(folder)
+    empty = on_meta(built)
     found = _found(empty, neurons) if neurons != "auto" or checkpoint.zeros else Found([], {})  # a search takes seconds
-    plan, stored = new_plan(found), Stored(skeleton(folder), checkpoint)
+    plan, stored = new_plan(found), Stored(built, checkpoint)
     strategies, dense = stored.place_layers(plan, needed=False)
     linears = {
         name: module.in_features

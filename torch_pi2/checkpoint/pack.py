@@ -163,12 +163,8 @@ def _check_weights(reader: QuantizedWeights, weights: str | None, source: Path) 
     """Raises ConfigError: the neurons of ``reader`` are not in format ``weights``."""
     known = reader.neuron_formats
     if weights not in (None, known) and (weights, reader.weights) != (FLOAT, FLOAT):
-        raise ConfigError(
-            f"pack({source}, weights=...)",
-            expected=f"{known}, as the weights are",
-            found=repr(weights),
-            fix="Leave it out, or pack the float checkpoint.",
-        )
+        expected, fix = f"{known}, as the weights are", "Leave it out, or pack the float checkpoint."
+        raise ConfigError(f"pack({source}, weights=...)", expected=expected, found=repr(weights), fix=fix)
 
 
 @dataclass
@@ -217,12 +213,8 @@ class _Packer:
         if shard is not None:
             here, reader = shard.plan(self.plan), ShardView(self.reader, self.plan, shard)
         if not here.layers:
-            raise ConfigError(
-                f"packing {self.whole}",
-                expected="layers of neurons",
-                found="none",
-                fix="Import its file or checkpoint again, with neurons='all' (--neurons all).",
-            )
+            fix = "Import its file or checkpoint again, with neurons='all' (--neurons all)."
+            raise ConfigError(f"packing {self.whole}", expected="layers of neurons", found="none", fix=fix)
         layers = [_layer(layer, reader) for layer in here.layers]
         ours = {name for layer in layers for name in layer.tensors} | {SUPERBLOCK}
         weights = {n: spec for n, spec in reader.specs.items() if n not in ours and not PADDING.fullmatch(n)}

@@ -31,6 +31,7 @@ from torch_pi2.base.package import __version__
 from torch_pi2.base.progress import lines
 from torch_pi2.cli import common
 from torch_pi2.cli.common import Help, Parser
+from torch_pi2.cli.imports import import_torch, import_transformers
 from torch_pi2.cli.terminal import OutputError, configured, emit, sigterm_as_exit
 from torch_pi2.errors import ArtifactError, Pi2Error
 
@@ -112,10 +113,10 @@ def _run(argv: Sequence[str], parser: BuildParser, own_process: bool) -> tuple[d
         alone = own_process and getattr(args, "verb", "") in _GENERATING  # benchmarks have none
         if alone:
             gc.disable()  # modules are kept: looking for garbage among them takes a tenth of the start
+            import_torch()
         import torch
 
         from torch_pi2.cli import folders
-        from torch_pi2.cli.imports import import_transformers
 
         if args.threads is not None:
             torch.set_num_threads(args.threads)

@@ -61,10 +61,7 @@ def kind_of(folder: Path) -> str | None:
 
 
 def check(args: argparse.Namespace, alone: bool = False) -> None:
-    """Raise ArtifactError for a folder that another verb takes. Unknown ones pass: they may be names on the Hub.
-
-    ``alone``: as in :func:`_imported`.
-    """
+    """Raise ArtifactError for a folder that another verb takes. Unknown ones pass: they may be names on the Hub."""
     verb = getattr(args, "verb", None)
     if verb not in _TAKES:
         return
@@ -90,10 +87,8 @@ def check(args: argparse.Namespace, alone: bool = False) -> None:
 
 
 def _imported(given: Any, args: argparse.Namespace, alone: bool) -> Any:
-    """``given``, or the folder of its import if it is a GGUF file and the verb takes those.
-
-    ``alone``: in a process of ours, which imports less of transformers.
-    """
+    """``given``, or the folder of its import if it is a GGUF file and the verb takes those; ``alone``: in a process of
+    ours, which imports less of transformers."""
     file = gguf_in(given) if args.verb in _TAKE_GGUF else None
     if file is None or not file.is_file():
         return given

@@ -14,25 +14,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Unpack
 
-import torch
-
-from torch_pi2.base.uncompiled import uncompiled
-
 _DYNAMO, _UTILS = "torch._dynamo", "transformers.utils"
 #: Modules that transformers' modelling code imports names from, which take longer than all that a model needs.
 _HEAVY = (
     *("accelerate", "accelerate.hooks", "accelerate.utils", "accelerate.utils.modeling"),
     *("psutil", "scipy.optimize", "sklearn.metrics", "torchao.prototype.safetensors.safetensors_support"),
     *(_DYNAMO, f"{_DYNAMO}._trace_wrapped_higher_order_op", "torch.nn.attention.flex_attention"),
-    *(
-        "torch.distributed._composable.fsdp",
-        "torch.distributed._functional_collectives",
-        "torch.distributed.fsdp",
-        "torch.distributed.checkpoint.hf_storage",
-    ),
-    *(f"torch.distributed.tensor{part}" for part in ("", "._utils", ".placement_types")),
+    *("torch.distributed._composable.fsdp", "torch.distributed._functional_collectives", "torch.distributed.fsdp"),
+    *("torch.distributed.checkpoint.hf_storage", "torch.distributed.tensor", "torch.distributed.tensor._utils"),
+    *("torch.distributed.tensor.placement_types", f"{_UTILS}.chat_parsing"),
     *("transformers.distributed.expert_parallel", "transformers.distributed.tensor_parallel"),
-    f"{_UTILS}.chat_parsing",
 )
 #: The modules of transformers that import them, for any model.
 _COMMON = ("", ".modeling_utils", ".generation.utils", ".modeling_layers", ".masking_utils", ".integrations")
@@ -172,6 +163,16 @@ def _undocumented(obj: Any = None, **_texts: Any) -> Any:
     return (lambda decorated: decorated) if obj is None else obj
 
 
+def import_torch() -> None:
+    """Import torch so that its operators in Python do not import Dynamo to be disabled in it. For a process of ours."""
+
+    def then(module: Any) -> None:
+        module._disable_dynamo = importlib.import_module("torch_pi2.base.uncompiled").uncompiled
+
+    sys.meta_path.insert(0, _After("torch._compile", then))
+    importlib.import_module("torch")
+
+
 def import_transformers() -> None:
     """Import transformers' code for language models; the names of :data:`_HEAVY` there are imported when used.
 
@@ -179,6 +180,10 @@ def import_transformers() -> None:
     """
     if {"transformers", _DYNAMO} & sys.modules.keys() or not find_spec("transformers"):  # reported by what needs it
         return
+    import torch
+
+    from torch_pi2.base.uncompiled import uncompiled
+
     torch._library.utils.get_source = lambda stacklevel: ""  # reads files to name the line of an operator
     marked: list[tuple[str, Any]] = []
 
@@ -190,11 +195,9 @@ def import_transformers() -> None:
     marks = {how: partial(mark, how) for how in ("allow_in_graph", "assume_constant_result")}
     vars(later[_DYNAMO]).update(marks, disable=uncompiled)
     sys.modules.update(later)
-    for partial_module in (
-        _Partial(f"{_UTILS}.auto_docstring", auto_docstring=_undocumented),
-        _Partial("transformers.processing_utils", Unpack=Unpack),
-    ):
-        sys.modules[partial_module.__name__] = partial_module
+    own = {f"{_UTILS}.auto_docstring": {"auto_docstring": _undocumented}}
+    own["transformers.processing_utils"] = {"Unpack": Unpack}
+    sys.modules.update({name: _Partial(name, **names) for name, names in own.items()})
     sys.meta_path.insert(0, _After(f"{_UTILS}.import_utils", _scan_when_asked))
     try:
         with suppress(Exception):  # of another version of transformers, whose modules are imported as they are

@@ -344,12 +344,8 @@ def _verify(*folders: Path) -> int:
             total += file.verify()
     if total:
         return total
-    raise ConfigError(
-        "--verify",
-        expected=f"files with checksums in {folders[0]}",
-        found="none",
-        fix="Leave it out: other tools and earlier versions wrote no checksums. torch-pi2 pack makes stores.",
-    )
+    fix = "Leave it out: other tools and earlier versions wrote no checksums. torch-pi2 pack makes stores."
+    raise ConfigError("--verify", expected=f"files with checksums in {folders[0]}", found="none", fix=fix)
 
 
 def render_checkpoint(result: dict[str, Any]) -> str:

@@ -64,12 +64,8 @@ def process_group(args: argparse.Namespace, *models: str) -> Iterator[list[str]]
             fix=f"Make them (torch-pi2 pack {models[0]} OUT --ranks {several()}), or start one process.",
         )
     if len(shards) > 1 or (shards and shards[0] != models[0]):
-        raise ConfigError(
-            "models in several processes",
-            expected="one in shards, before any other",
-            found=", ".join(models),
-            fix="Start one group of processes for each model in shards.",
-        )
+        expected, fix = "one in shards, before any other", "Start one group of processes for each model in shards."
+        raise ConfigError("models in several processes", expected=expected, found=", ".join(models), fix=fix)
     with together(args), ExitStack() as args.open_groups:
         if is_follower():
             _silence(args)

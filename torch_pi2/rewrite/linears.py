@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -126,11 +126,15 @@ def _run(model: nn.Module, example: Batch | None, on_meta: bool) -> None:
         else:
             inputs = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in example_inputs(model).items()}
             with without_experts(model, all_experts(model)[0]):
-                try:
-                    with FakeTensorMode(allow_non_fake_inputs=True):  # transformers reads values of some tensors
-                        model(**inputs, use_cache=False)
-                except Exception:  # code that depends on values: Dynamo traces around it
-                    capture(model, on_meta=True)
+                with suppress(Exception):  # with a whole mask, as transformers reads the values of others
+                    tokens = inputs["input_ids"].shape[-1]
+                    mask = torch.empty(1, 1, tokens, tokens, dtype=torch.bool, device="meta")
+                    model(**inputs | {"attention_mask": mask}, use_cache=False)
+                    return
+                with suppress(Exception), FakeTensorMode(allow_non_fake_inputs=True):  # which imports Dynamo
+                    model(**inputs, use_cache=False)
+                    return
+                capture(model, on_meta=True)  # code that depends on values: Dynamo traces around it
 
 
 def check_some(what: str, layers: Collection[object], linears: Mapping[str, nn.Linear]) -> None:

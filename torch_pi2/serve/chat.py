@@ -22,12 +22,8 @@ def has_template(tokenizer: Any) -> bool:
 def template_of(tokenizer: Any, tools: Sequence[dict[str, Any]] | None = None) -> str:
     """The chat template; of several, the one for ``tools`` if there are any. Raises ConfigError: there is none."""
     if not has_template(tokenizer):
-        raise ConfigError(
-            "messages",
-            expected="a model whose tokenizer has a chat template",
-            found="one that has none",
-            fix="Use /v1/completions, or put a chat_template.jinja into the model's folder.",
-        )
+        found, fix = "one that has none", "Use /v1/completions, or put a chat_template.jinja into the model's folder."
+        raise ConfigError("messages", expected="a model whose tokenizer has a chat template", found=found, fix=fix)
     text: str = tokenizer.get_chat_template(tools=tools)
     return text
 

@@ -134,12 +134,8 @@ class Grammars:
                     self._tokenizer, max(self._vocabulary, known), sorted(self._ends) or None
                 )
             except ValueError as error:
-                raise ConfigError(
-                    what,
-                    expected="a model with a fast tokenizer",
-                    found=str(error),
-                    fix="Ask for text, or put a tokenizer.json into the model's folder.",
-                ) from error
+                fix = "Ask for text, or put a tokenizer.json into the model's folder."
+                raise ConfigError(what, expected="a model with a fast tokenizer", found=str(error), fix=fix) from error
         return self._ll_tokenizer
 
 

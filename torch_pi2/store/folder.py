@@ -54,12 +54,8 @@ def check_replaceable(folder: Path) -> None:
         return
     else:
         found = f"a folder with other files in it: {stranger}"
-    raise ArtifactError(
-        f"writing {folder}",
-        expected="a new folder, or one written by torch_pi2 with nothing else in it (which is replaced)",
-        found=found,
-        fix="Choose another folder.",
-    )
+    expected = "a new folder, or one written by torch_pi2 with nothing else in it (which is replaced)"
+    raise ArtifactError(f"writing {folder}", expected=expected, found=found, fix="Choose another folder.")
 
 
 def _stranger(folder: Path) -> str | None:
@@ -90,12 +86,8 @@ def check_separate(verb: str, source: str | Path, folder: Path) -> None:
         return  # the name of a checkpoint
     source, folder = Path(source).resolve(), folder.resolve()
     if source == folder or source in folder.parents or folder in source.parents:
-        raise ConfigError(
-            f"{verb}'s folders",
-            expected="two separate ones",
-            found=f"{source} and {folder}",
-            fix="The result replaces its folder; write it elsewhere.",
-        )
+        expected, fix = "two separate ones", "The result replaces its folder; write it elsewhere."
+        raise ConfigError(f"{verb}'s folders", expected=expected, found=f"{source} and {folder}", fix=fix)
 
 
 def declare(folder: Path) -> None:

@@ -221,12 +221,8 @@ class GgufFile(OpenFile):
             )
         self.version = self._u32()
         if self.version not in (2, 3):
-            raise ArtifactError(
-                str(self.path),
-                expected="GGUF version 2 or 3, little endian",
-                found=f"version {self.version}",
-                fix="Convert the model again with a current llama.cpp.",
-            )
+            expected, fix = "GGUF version 2 or 3, little endian", "Convert the model again with a current llama.cpp."
+            raise ArtifactError(str(self.path), expected=expected, found=f"version {self.version}", fix=fix)
         tensors = self._length("tensors", 24)
         if tensors > _MOST_TENSORS:
             self._damaged(f"{tensors} tensors")

@@ -152,12 +152,8 @@ class Checkpoint(Closing):
         """Raises DtypeError: the tensor is not float (the checkpoint is already quantised)."""
         dtype = self.spec(name).dtype
         if dtype not in DTYPES.values():
-            raise DtypeError(
-                f"{name} in {self.folder}",
-                expected="float32, bfloat16 or float16",
-                found=dtype_name(dtype),
-                fix="Quantise from the original float checkpoint.",
-            )
+            expected, fix = "float32, bfloat16 or float16", "Quantise from the original float checkpoint."
+            raise DtypeError(f"{name} in {self.folder}", expected=expected, found=dtype_name(dtype), fix=fix)
 
     def reader(self, name: str) -> Reader:
         """Raises ArtifactError: there is no such tensor."""

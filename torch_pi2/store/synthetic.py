@@ -287,12 +287,8 @@ def build_config(shape: str | Mapping[str, Any], **more: Any) -> Any:
     except ImportError as error:
         raise missing_package("transformers", "hf", error) from error
     if isinstance(shape, str) and shape not in SHAPES:
-        raise ConfigError(
-            "shape",
-            expected=f"{', '.join(SHAPES)}, or a dict of configuration values",
-            found=repr(shape),
-            fix="Choose one of these.",
-        )
+        expected, fix = f"{', '.join(SHAPES)}, or a dict of configuration values", "Choose one of these."
+        raise ConfigError("shape", expected=expected, found=repr(shape), fix=fix)
     values = {"model_type": "llama"} | dict(SHAPES[shape] if isinstance(shape, str) else shape)
     kind = values.pop("model_type")
     if kind not in CLASSES:
@@ -303,9 +299,5 @@ def build_config(shape: str | Mapping[str, Any], **more: Any) -> Any:
     try:
         return config_class(**(_COMMON | values | more), architectures=[f"{CLASSES[kind]}ForCausalLM"])
     except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise ConfigError(
-            "shape",
-            expected=f"values of a {CLASSES[kind]}Config",
-            found=str(error).splitlines()[0],
-            fix="Correct the sizes.",
-        ) from error
+        expected, fix = f"values of a {CLASSES[kind]}Config", "Correct the sizes."
+        raise ConfigError("shape", expected=expected, found=str(error).splitlines()[0], fix=fix) from error

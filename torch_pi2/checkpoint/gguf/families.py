@@ -148,12 +148,8 @@ FAMILIES = (
 
 
 def _unsupported(file: GgufFile, expected: str, found: str, part: str = "") -> NoReturn:
-    raise UnsupportedModelError(
-        f"{part}{file.path}",
-        expected=expected,
-        found=found,
-        fix="Load the model's original checkpoint with transformers, and optimise that.",
-    )
+    fix = "Load the model's original checkpoint with transformers, and optimise that."
+    raise UnsupportedModelError(f"{part}{file.path}", expected=expected, found=found, fix=fix)
 
 
 def family_of(file: GgufFile) -> Family:

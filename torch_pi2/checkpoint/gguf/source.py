@@ -125,12 +125,8 @@ class GgufCheckpoint(Closing):
     def _tensor(self, name: str) -> tuple[GgufTensor, int, int]:
         found = self._find(name)
         if found is None:
-            raise ArtifactError(
-                str(self.folder),
-                expected=f"a tensor for {name}",
-                found=f"{len(self.file.tensors)} others",
-                fix="The file is not whole, or its metadata is of another model.",
-            )
+            expected, fix = f"a tensor for {name}", "The file is not whole, or its metadata is of another model."
+            raise ArtifactError(str(self.folder), expected=expected, found=f"{len(self.file.tensors)} others", fix=fix)
         self.used.add(found[0].name)
         return found
 
@@ -177,12 +173,8 @@ class GgufCheckpoint(Closing):
             heads = arch_number(self.file, self.family, "attention.head_count_kv")
         rows = tensor.shape[0]
         if rows % (2 * heads):
-            raise ArtifactError(
-                f"{tensor.name} of {self.folder}",
-                expected=f"rows of {heads} heads",
-                found=str(rows),
-                fix="The file's metadata is of another model; get it again.",
-            )
+            expected, fix = f"rows of {heads} heads", "The file's metadata is of another model; get it again."
+            raise ArtifactError(f"{tensor.name} of {self.folder}", expected=expected, found=str(rows), fix=fix)
         return rows_in_file(rows, heads)
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
@@ -260,10 +252,6 @@ def _values(rows: torch.Tensor, tensor: GgufTensor) -> torch.Tensor:
     try:
         made = gguf.quants.dequantize(rows.numpy(), gguf.GGMLQuantizationType[name])
     except (KeyError, NotImplementedError, ValueError) as error:
-        raise ArtifactError(
-            tensor.name,
-            expected="a type that the package gguf can read",
-            found=name,
-            fix="Quantise the model to another type.",
-        ) from error
+        expected, fix = "a type that the package gguf can read", "Quantise the model to another type."
+        raise ArtifactError(tensor.name, expected=expected, found=name, fix=fix) from error
     return torch.from_numpy(np.ascontiguousarray(made)).view(len(rows), -1)
