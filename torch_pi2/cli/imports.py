@@ -195,7 +195,7 @@ def import_transformers() -> None:
     marks = {how: partial(mark, how) for how in ("allow_in_graph", "assume_constant_result")}
     vars(later[_DYNAMO]).update(marks, disable=uncompiled)
     sys.modules.update(later)
-    own = {f"{_UTILS}.auto_docstring": {"auto_docstring": _undocumented}}
+    own: dict[str, dict[str, Any]] = {f"{_UTILS}.auto_docstring": {"auto_docstring": _undocumented}}
     own["transformers.processing_utils"] = {"Unpack": Unpack}
     sys.modules.update({name: _Partial(name, **names) for name, names in own.items()})
     sys.meta_path.insert(0, _After(f"{_UTILS}.import_utils", _scan_when_asked))
