@@ -258,7 +258,7 @@ bench: install
 	  for shape in $(BENCH_SHAPES); do \
 	    echo "decode $$shape int4 $$kind"; \
 	    $(BENCH) decode --shape $$shape --weights int4 --activations $$kind --threads $(BENCH_THREADS) \
-	      --prompt 128 --tokens 32 --rounds $(BENCH_ROUNDS) --batch 1,2,4,8 --cpp-wrapper --peer llama.cpp --json >$(BENCH_OUT)/.new; \
+	      --prompt 128 --tokens 32 --rounds $(BENCH_ROUNDS) --batch 1,2,4,8 --peer llama.cpp --json >$(BENCH_OUT)/.new; \
 	    mv $(BENCH_OUT)/.new $(BENCH_OUT)/decode-$$shape-int4-$$kind.json; \
 	  done; \
 	done

@@ -56,7 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="sequences decoded together, comma-separated; the first is what the main figures are of",
     )
     add("--eager", dest="compiled", action="store_false", help="do not compile the decoding step")
-    add("--cpp-wrapper", action="store_true", help="compile what lies between kernels in C++ too (takes minutes)")
     add_peers(parser, PEERS, "another engine on the same shape (Q4_0), in alternation")
     add(
         "--peer-command",
@@ -116,7 +115,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         rounds=args.rounds,
         batch=batch,
         compiled=args.compiled,
-        cpp_wrapper=args.cpp_wrapper,
         peers=start,
         memory_size=args.memory_size,
         seed=seed,
@@ -132,7 +130,6 @@ def measure(
     rounds: int = 5,
     batch: Sequence[int] = (1,),
     compiled: bool = True,
-    cpp_wrapper: bool = False,
     peers: Mapping[str, StartPeer] | None = None,
     memory_size: int = BYTES,
     seed: int = 0,
@@ -162,7 +159,7 @@ def measure(
     """
     load_library()
     context = prompt + tokens + 1  # and one more step, whose attention is timed
-    how: dict[str, Any] = {"max_tokens": context, "compiled": compiled, "cpp_wrapper": cpp_wrapper}
+    how: dict[str, Any] = {"max_tokens": context, "compiled": compiled}
     how["recorded"] = None if type(model).__module__.startswith("transformers.") else True  # code of a checkpoint, too
     ours = [_Ours(model, Decoder(model, batch=b, **how), seed) for b in batch]
     for engine in ours:
@@ -199,7 +196,6 @@ def measure(
         "rounds": rounds,
         "threads": torch.get_num_threads(),
         "compiled": compiled,
-        "cpp_wrapper": cpp_wrapper,
         **ours[0].summary(),
         **medians(plain),
         "peak_rss_bytes": peak,

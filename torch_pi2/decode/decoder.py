@@ -120,8 +120,6 @@ class Decoder:
             rounding: Inductor keeps float32 between fused operations. Steps that hooks see, or that cannot be recorded,
             are not compiled. False: steps are recorded and replayed, which keeps the model's bits, needs no compiler,
             and gains almost as much.
-        cpp_wrapper: let Inductor write the code between kernels in C++ too: about 10 us less per layer and token, and a
-            minute more to compile.
         logits: :meth:`prompt` and :meth:`step` return the logits ``[B, V]`` of the next token, for sampling, instead of
             the most likely token.
         recorded: record steps also if they run other code, such as a model's own file. This is right only if that code
@@ -162,7 +160,6 @@ class Decoder:
         batch: int = 1,
         backend: str | Callable[..., Any] = "torch_pi2",
         compiled: bool = True,
-        cpp_wrapper: bool = False,
         logits: bool = False,
         recorded: bool | None = None,
         chunk_tokens: int = 0,
@@ -192,7 +189,6 @@ class Decoder:
         self._kv = KeyValues(model, max_tokens, batch, self.device, grows)
         self.cache: Any = None
         self._cache_name = cache_name(model)
-        self._inductor = _INDUCTOR | {"cpp_wrapper": cpp_wrapper}
         self._backend = backend
         #: Compiled and recorded steps, by number of sequences, number of tokens, and whether it is a verifying pass.
         self._compiled_steps: dict[tuple[int, int, bool], Forward] = {}
@@ -760,7 +756,7 @@ class Decoder:
 
         if self.is_hooked():
             return self._runner(ids_BT, of_each)(ids_BT)
-        with inductor.patch(self._inductor), room_for_compiling(self.model):
+        with inductor.patch(_INDUCTOR), room_for_compiling(self.model):
             run = self._compiled(ids_BT, of_each)
             if run is None:
                 log_once(f"steps of {type(self.model).__name__} are not compiled: their calls cannot be recorded")
