@@ -120,12 +120,8 @@ def format_of(folder: Path, config: Mapping[str, Any]) -> Format:
 
 
 def refuse(folder: Path, expected: str, found: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"quantization_config of {folder}",
-        expected=expected,
-        found=found,
-        fix="Take the model's original float checkpoint, and torch_pi2.quantize it.",
-    )
+    fix = "Take the model's original float checkpoint, and torch_pi2.quantize it."
+    return UnsupportedModelError(f"quantization_config of {folder}", expected=expected, found=found, fix=fix)
 
 
 def _check(folder: Path, settings: Mapping[str, Any], fields: Mapping[str, Any]) -> None:

@@ -81,12 +81,8 @@ def _summed_nats(model: nn.Module, batches: Iterable[torch.Tensor], context: int
                 total += F.cross_entropy(logits_TV.float(), target_T.long(), reduction="sum").item()
                 count += target_T.numel()
     if not math.isfinite(total):
-        raise NonFiniteError(
-            "loss",
-            expected="a finite number",
-            found=str(total),
-            fix="Check the checkpoint, and whether its dtype can hold the activations (try float32).",
-        )
+        fix = "Check the checkpoint, and whether its dtype can hold the activations (try float32)."
+        raise NonFiniteError("loss", expected="a finite number", found=str(total), fix=fix)
     return total, count
 
 

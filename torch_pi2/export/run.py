@@ -499,12 +499,8 @@ class Program:
 
 
 def _refused(what: str, expected: str, error: RuntimeError) -> ArtifactError:
-    return ArtifactError(
-        what,
-        expected=expected,
-        found=" ".join(str(error).split()) or type(error).__name__,
-        fix="Its log on standard error says more; torch-pi2 inspect --verify BUNDLE finds damage.",
-    )
+    fix = "Its log on standard error says more; torch-pi2 inspect --verify BUNDLE finds damage."
+    return ArtifactError(what, expected=expected, found=" ".join(str(error).split()) or type(error).__name__, fix=fix)
 
 
 def _check_inputs(where: str, metadata: Any, args: Sequence[torch.Tensor | float]) -> None:

@@ -134,12 +134,8 @@ class Solver:
 
     def _check(self, found: torch.Tensor, part: str) -> None:
         if not bool(found.isfinite().all()):
-            raise NonFiniteError(
-                f"{part} of {self._what}",
-                expected="finite numbers",
-                found="NaN or infinity",
-                fix="Check the checkpoint and the dtype (float16 overflows at 65504: try bfloat16).",
-            )
+            fix = "Check the checkpoint and the dtype (float16 overflows at 65504: try bfloat16)."
+            raise NonFiniteError(f"{part} of {self._what}", expected="finite numbers", found="NaN or infinity", fix=fix)
 
     def _largest_first(self, squares_K: torch.Tensor) -> torch.Tensor:
         """Columns by the size of their inputs, descending; groups along K stay together."""

@@ -55,12 +55,8 @@ def device_of(model: nn.Module) -> torch.device:
 def check_gpu(device: torch.device) -> None:
     """Raises DeviceError without Triton, or a GPU that it supports and that is torch's current one."""
     if importlib.util.find_spec("triton") is None:
-        raise DeviceError(
-            "layers on a GPU",
-            expected="Triton",
-            found="it is not installed",
-            fix=f"{how_to_install('gpu')}, or leave the model on the CPU.",
-        )
+        fix = f"{how_to_install('gpu')}, or leave the model on the CPU."
+        raise DeviceError("layers on a GPU", expected="Triton", found="it is not installed", fix=fix)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise DeviceError(
             "layers on a GPU",
@@ -96,12 +92,8 @@ def goes_to_gpu(fn: Callable[[torch.Tensor], torch.Tensor], here: torch.Tensor) 
 
 def stays(what: str) -> DeviceError:
     """The error for a layer that has no GPU kernels."""
-    return DeviceError(
-        what,
-        expected="it on the CPU",
-        found="a move to a GPU, for which it has no kernels",
-        fix="Leave this model on the CPU.",
-    )
+    fix = "Leave this model on the CPU."
+    return DeviceError(what, expected="it on the CPU", found="a move to a GPU, for which it has no kernels", fix=fix)
 
 
 def check_gpu_has_kernels(site: FFNSite, weights: str, predictor: str) -> None:

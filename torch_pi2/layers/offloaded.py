@@ -125,12 +125,8 @@ class Store:
                 found=found,
                 fix="Give it a smaller budget, fewer io_threads or other settings; nothing is wrong with the store.",
             )
-        return ArtifactError(
-            str(self.path),
-            expected="a sound neuron store",
-            found=found,
-            fix="Check it with `torch-pi2 inspect --verify`; copy it again, or pack the model again.",
-        )
+        fix = "Check it with `torch-pi2 inspect --verify`; copy it again, or pack the model again."
+        return ArtifactError(str(self.path), expected="a sound neuron store", found=found, fix=fix)
 
     def __copy__(self) -> Store:
         return self
@@ -300,12 +296,8 @@ def check_store_layer(store: Store, layer: int, site: FFNSite) -> None:
 
 
 def _no_memory(where: str) -> OutOfMemoryError:
-    return OutOfMemoryError(
-        where,
-        expected="memory for what is computed over it",
-        found="none",
-        fix="Give the process more, or load the model with a smaller budget.",
-    )
+    fix = "Give the process more, or load the model with a smaller budget."
+    return OutOfMemoryError(where, expected="memory for what is computed over it", found="none", fix=fix)
 
 
 def unreadable(error: RuntimeError | MemoryError, where: str) -> ArtifactError | OutOfMemoryError | None:
@@ -462,9 +454,5 @@ class OffloadedFFN(InStore, SparseFFN):
         raise self._not_in_memory(what)
 
     def _not_in_memory(self, what: str) -> ConfigError:
-        return ConfigError(
-            what,
-            expected="a layer in memory",
-            found=f"one in {self.store.path.name}",
-            fix="Load the whole model without a budget, or read the store (torch_pi2.store.storefile).",
-        )
+        fix = "Load the whole model without a budget, or read the store (torch_pi2.store.storefile)."
+        return ConfigError(what, expected="a layer in memory", found=f"one in {self.store.path.name}", fix=fix)

@@ -227,12 +227,8 @@ def _drop(groups: Sequence[_Group]) -> None:
 
 
 def _already() -> ConfigError:
-    return ConfigError(
-        "watching a model",
-        expected="one watch of it at a time",
-        found="another one running",
-        fix="Stop that one first; its statistics can be read while it counts.",
-    )
+    fix = "Stop that one first; its statistics can be read while it counts."
+    return ConfigError("watching a model", expected="one watch of it at a time", found="another one running", fix=fix)
 
 
 def _profiled(model: nn.Module) -> dict[str, float]:

@@ -52,10 +52,6 @@ def layer_tensors(
                 fix="It was made for another layer.",
             )
         if tensor is not None and tensor.dtype != dtype:
-            raise DtypeError(
-                f"predictor {name} of {site.key}",
-                expected=str(dtype),
-                found=str(tensor.dtype),
-                fix="Use a predictor made by torch_pi2.fit.",
-            )
+            fix = "Use a predictor made by torch_pi2.fit."
+            raise DtypeError(f"predictor {name} of {site.key}", expected=str(dtype), found=str(tensor.dtype), fix=fix)
     return {name: found[name] for name in wanted if found.get(name) is not None}

@@ -85,12 +85,8 @@ def check_soc(soc: str) -> None:
 def check_host() -> None:
     host = f"{platform.system()} {platform.machine()}"
     if host.lower() not in ("linux x86_64", "linux amd64"):
-        raise LibraryMissingError(
-            "host of Qualcomm's compiler",
-            expected="Linux on x86-64",
-            found=host,
-            fix="Export there and copy the bundle; target='xnnpack' works here.",
-        )
+        fix = "Export there and copy the bundle; target='xnnpack' works here."
+        raise LibraryMissingError("host of Qualcomm's compiler", expected="Linux on x86-64", found=host, fix=fix)
 
 
 def environment(libraries: Libraries, root: Path) -> dict[str, str]:
