@@ -138,23 +138,63 @@ void float_row(StepOp op, const Strided& y, const Strided& a, const Strided* b, 
   }
 }
 
-// Of bytes or int64 numbers: the values, copied, added, subtracted or multiplied.
-void whole_row(StepOp op, Element element, const Row& at, std::int64_t constant, std::int64_t n,
-               const std::int64_t (&strides)[3]) {
-  const std::int64_t bytes = element_bytes(element);
+std::int64_t whole(const char* data, Element element) {
+  if (element == Element::kByte) return *reinterpret_cast<const std::uint8_t*>(data);
+  std::int64_t value;
+  std::memcpy(&value, data, sizeof(value));
+  return value;
+}
+
+// Results that are bytes or int64 numbers. Sums wrap around.
+void whole_row(StepOp op, const Strided& y, const Strided& a, const Strided* b, const Row& at, std::int64_t constant,
+               std::int64_t n, const std::int64_t (&strides)[3]) {
+  const auto wrap = [](std::int64_t value) { return static_cast<std::uint64_t>(value); };
   for (std::int64_t i = 0; i < n; ++i) {
-    char* to = at.y + i * strides[0] * bytes;
-    const char* from = at.a + i * strides[1] * bytes;
-    if (op == StepOp::kCopy) {
-      std::memcpy(to, from, static_cast<std::size_t>(bytes));
-      continue;
+    const char* from = at.a + i * strides[1] * element_bytes(a.element);
+    const bool is_float = op == StepOp::kIsFinite;
+    const std::int64_t x = is_float ? 0 : whole(from, a.element);
+    const std::int64_t z =
+        b == nullptr ? constant : whole(at.b + i * strides[2] * element_bytes(b->element), b->element);
+    std::int64_t value = x;
+    switch (op) {
+      case StepOp::kAdd: value = static_cast<std::int64_t>(wrap(x) + wrap(z)); break;
+      case StepOp::kSub: value = static_cast<std::int64_t>(wrap(x) - wrap(z)); break;
+      case StepOp::kMul: value = static_cast<std::int64_t>(wrap(x) * wrap(z)); break;
+      case StepOp::kLess: value = x < z; break;
+      case StepOp::kLessEqual: value = x <= z; break;
+      case StepOp::kAnd: value = x & z; break;
+      case StepOp::kIsFinite: value = std::isfinite(number_at(from, a.element)); break;
+      case StepOp::kWhere: value = z != 0 ? x : constant; break;
+      default: break;
     }
-    std::uint64_t a, b = static_cast<std::uint64_t>(constant);
-    std::memcpy(&a, from, sizeof(a));
-    if (at.b != nullptr) std::memcpy(&b, at.b + i * strides[2] * bytes, sizeof(b));
-    const std::uint64_t y = op == StepOp::kAdd ? a + b : op == StepOp::kSub ? a - b : a * b;
-    std::memcpy(to, &y, sizeof(y));
+    char* to = at.y + i * strides[0] * element_bytes(y.element);
+    if (y.element == Element::kByte)
+      *to = static_cast<char>(value);
+    else
+      std::memcpy(to, &value, sizeof(value));
   }
+}
+
+PI2_FOR_EACH_CPU float largest_of(const float* x, std::int64_t n, bool* nan) {
+  constexpr std::int64_t kLanes = 64;
+  float most[kLanes];
+  int unordered[kLanes] = {};
+  std::fill_n(most, kLanes, x[0]);
+  std::int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes)
+    for (std::int64_t k = 0; k < kLanes; ++k) {
+      most[k] = x[i + k] > most[k] ? x[i + k] : most[k];
+      unordered[k] |= x[i + k] != x[i + k];
+    }
+  for (; i < n; ++i) {
+    most[0] = x[i] > most[0] ? x[i] : most[0];
+    unordered[0] |= x[i] != x[i];
+  }
+  for (std::int64_t k = 0; k < kLanes; ++k) {
+    most[0] = most[k] > most[0] ? most[k] : most[0];
+    *nan = *nan || unordered[k] != 0;
+  }
+  return most[0];
 }
 
 }  // namespace
@@ -179,11 +219,19 @@ void elementwise(StepOp op, int rank, const Strided& y, const Strided& a, const 
       if (b != nullptr) at.b += index[d] * b->strides[d] * element_bytes(b->element);
     }
     if (y.element >= Element::kI64)
-      whole_row(op, y.element, at, static_cast<std::int64_t>(constant), n, strides);
+      whole_row(op, y, a, b, at, static_cast<std::int64_t>(constant), n, strides);
     else
       float_row(op, y, a, b, at, static_cast<float>(constant), n, strides);
     for (int d = last - 1; d >= 0 && ++index[d] == y.sizes[d]; --d) index[d] = 0;
   }
+}
+
+std::int64_t argmax_of(const float* x, std::int64_t n) {
+  bool nan = false;
+  const float most = largest_of(x, n, &nan);
+  std::int64_t i = 0;
+  while (nan ? x[i] == x[i] : x[i] != most) ++i;
+  return i;
 }
 
 // PyTorch's order (the pairwise "cascade" sum of its reductions): 32 sums, lane by lane, over runs of at least 16 of

@@ -67,17 +67,65 @@ Operand read_operand(Words& words, const std::vector<std::int64_t>& slot_bytes) 
   return operand;
 }
 
-bool sound_elementwise(const Instruction& it) {
-  const bool binary = it.op >= StepOp::kAdd && it.op <= StepOp::kDiv, copies = it.op == StepOp::kCopy;
-  const Operand* y = it.operand;
-  if (it.operands != (binary && it.parameters == 0 ? 3 : 2) || it.parameters > (binary ? 1 : 0)) return false;
-  for (int i = 1; i < it.operands; ++i) {
-    if (!same_sizes(y[0], y[i])) return false;
-    const bool widened = copies && y[0].element == Element::kF32 && y[i].element == Element::kI64;
-    if (is_float(y[0]) ? !(is_float(y[i]) || widened) : y[i].element != y[0].element) return false;
+// Of the elements, whether `op` computes `y` from `a` and perhaps `b`.
+bool known_elements(StepOp op, const Operand& y, const Operand& a, const Operand* b) {
+  const auto all = [&](Element element) { return a.element == element && (b == nullptr || b->element == element); };
+  switch (op) {
+    case StepOp::kCopy:
+      return is_float(y) ? is_float(a) || (y.element == Element::kF32 && a.element == Element::kI64) : all(y.element);
+    case StepOp::kLess:
+    case StepOp::kLessEqual: return y.element == Element::kByte && all(Element::kI64);
+    case StepOp::kAnd: return y.element == Element::kByte && all(Element::kByte);
+    case StepOp::kIsFinite: return y.element == Element::kByte && is_float(a);
+    case StepOp::kWhere:
+      return y.element == Element::kI64 && a.element == Element::kI64 && b != nullptr && b->element == Element::kByte;
+    default: break;
   }
-  if (is_float(y[0]) || copies) return true;
-  return y[0].element == Element::kI64 && binary && it.op != StepOp::kDiv;
+  if (is_float(y)) return is_float(a) && (b == nullptr || is_float(*b));
+  return op <= StepOp::kMul && y.element == Element::kI64 && all(Element::kI64);
+}
+
+bool sound_elementwise(const Instruction& it) {
+  const Operand* y = it.operand;
+  const bool binary = (it.op >= StepOp::kAdd && it.op <= StepOp::kDiv) || it.op == StepOp::kLess ||
+                      it.op == StepOp::kLessEqual || it.op == StepOp::kAnd;
+  const int parameters = it.op == StepOp::kWhere || (binary && it.operands == 2) ? 1 : 0;
+  if (it.operands != (it.op == StepOp::kWhere || (binary && parameters == 0) ? 3 : 2)) return false;
+  if (it.parameters != parameters || (it.op == StepOp::kAnd && parameters != 0)) return false;
+  for (int i = 1; i < it.operands; ++i)
+    if (!same_sizes(y[0], y[i])) return false;
+  return known_elements(it.op, y[0], y[1], it.operands == 3 ? &y[2] : nullptr);
+}
+
+bool sound_argmax(const Instruction& it) {
+  const Operand &y = it.operand[0], &x = it.operand[1];
+  return it.operands == 2 && it.parameters == 0 && y.element == Element::kI64 && x.element == Element::kF32 &&
+         x.rank >= 1 && y.rank == x.rank && y.sizes[y.rank - 1] == 1 && x.strides[x.rank - 1] == 1 &&
+         std::equal(x.sizes, x.sizes + x.rank - 1, y.sizes);
+}
+
+bool sound_gather(const Instruction& it) {
+  const Operand &y = it.operand[0], &x = it.operand[1], &index = it.operand[2];
+  return it.operands == 3 && it.parameters == 0 && y.element == x.element && index.element == Element::kI64 &&
+         x.rank >= 1 && y.rank == x.rank && same_sizes(y, index) && y.sizes[y.rank - 1] == 1 &&
+         std::equal(x.sizes, x.sizes + x.rank - 1, y.sizes);
+}
+
+bool sound_take_rows(const Instruction& it) {
+  const Operand &y = it.operand[0], &x = it.operand[1], &index = it.operand[2];
+  return it.operands == 3 && it.parameters == 0 && y.element == x.element && index.element == Element::kI64 &&
+         y.rank == 2 && x.rank == 2 && index.rank == 1 && y.sizes[0] == index.sizes[0] && y.sizes[1] == x.sizes[1] &&
+         y.strides[1] == 1 && x.strides[1] == 1;
+}
+
+bool sound_dequantize(const Instruction& it) {
+  const Operand &y = it.operand[0], &rows = it.operand[1];
+  if (it.operands != 2 || it.parameters != 1 || y.rank != 2 || rows.rank != 2) return false;
+  if (it.parameter[0] < static_cast<std::int64_t>(DType::kQ4) || it.parameter[0] >= kDTypes) return false;
+  const auto dtype = static_cast<DType>(it.parameter[0]);
+  if (is_ggml(dtype) && y.sizes[1] % ggml_block(dtype).numbers != 0) return false;
+  return is_float(y) && rows.element == Element::kByte && y.contiguous() && rows.contiguous() &&
+         y.sizes[0] == rows.sizes[0] && rows.sizes[1] == row_bytes(dtype, y.sizes[1]);
 }
 
 bool sound_mean(const Instruction& it) {
@@ -144,6 +192,10 @@ bool sound_call(const Instruction& it) {
 bool sound(const Instruction& it) {
   switch (it.op) {
     case StepOp::kMean: return sound_mean(it);
+    case StepOp::kArgmax: return sound_argmax(it);
+    case StepOp::kGather: return sound_gather(it);
+    case StepOp::kTakeRows: return sound_take_rows(it);
+    case StepOp::kDequantize: return sound_dequantize(it);
     case StepOp::kIndexCopy: return sound_index_copy(it);
     case StepOp::kLinear: return sound_linear(it);
     case StepOp::kAttention: return sound_attention(it);
@@ -212,18 +264,71 @@ struct Runner {
     elementwise(it.op, it.operand[0].rank, y, a, two ? &b : nullptr, it.parameters > 0 ? number(it.parameter[0]) : 0);
   }
 
-  void mean(const Instruction& it) const {
+  // use(y, x, i) of each row of x.
+  template <class Use>
+  void over_rows(const Instruction& it, Use use) const {
     const Operand &y = it.operand[0], &x = it.operand[1];
     const int outer = x.rank - 1;
     std::int64_t count = 1, index[StepProgram::kMostRank] = {};
     for (int d = 0; d < outer; ++d) count *= x.sizes[d];
     for (std::int64_t i = 0; i < count; ++i) {
-      auto* to = reinterpret_cast<float*>(data(y));
-      const auto* from = reinterpret_cast<const float*>(data(x));
-      for (int d = 0; d < outer; ++d) to += index[d] * y.strides[d], from += index[d] * x.strides[d];
-      *to = mean_of(from, x.sizes[outer]);
+      char* to = data(y);
+      const char* from = data(x);
+      for (int d = 0; d < outer; ++d) {
+        to += index[d] * y.strides[d] * element_bytes(y.element);
+        from += index[d] * x.strides[d] * element_bytes(x.element);
+      }
+      use(to, from, index);
       for (int d = outer - 1; d >= 0 && ++index[d] == x.sizes[d]; --d) index[d] = 0;
     }
+  }
+
+  void reduce(const Instruction& it) const {
+    const std::int64_t n = it.operand[1].sizes[it.operand[1].rank - 1];
+    over_rows(it, [&](char* y, const char* x, const std::int64_t*) {
+      const auto* row = reinterpret_cast<const float*>(x);
+      const float mean = it.op == StepOp::kMean ? mean_of(row, n) : 0;
+      const std::int64_t best = it.op == StepOp::kMean ? 0 : argmax_of(row, n);
+      if (it.op == StepOp::kMean)
+        std::memcpy(y, &mean, sizeof(mean));
+      else
+        std::memcpy(y, &best, sizeof(best));
+    });
+  }
+
+  bool gather(const Instruction& it) const {
+    const Operand &x = it.operand[1], &indices = it.operand[2];
+    const std::int64_t bytes = element_bytes(x.element), n = x.sizes[x.rank - 1];
+    bool within = true;
+    over_rows(it, [&](char* y, const char* row, const std::int64_t* outer) {
+      const char* at = data(indices);
+      for (int d = 0; d + 1 < x.rank; ++d) at += outer[d] * indices.strides[d] * 8;
+      std::int64_t index;
+      std::memcpy(&index, at, sizeof(index));
+      within = within && index >= 0 && index < n;
+      if (within) std::memcpy(y, row + index * x.strides[x.rank - 1] * bytes, static_cast<std::size_t>(bytes));
+    });
+    return within;
+  }
+
+  bool take_rows(const Instruction& it) const {
+    const Operand &y = it.operand[0], &x = it.operand[1], &indices = it.operand[2];
+    const std::int64_t bytes = element_bytes(x.element);
+    for (std::int64_t i = 0; i < y.sizes[0]; ++i) {
+      std::int64_t index;
+      std::memcpy(&index, data(indices) + i * indices.strides[0] * 8, sizeof(index));
+      if (index < 0 || index >= x.sizes[0]) return false;
+      std::memcpy(data(y) + i * y.strides[0] * bytes, data(x) + index * x.strides[0] * bytes,
+                  static_cast<std::size_t>(x.sizes[1] * bytes));
+    }
+    return true;
+  }
+
+  void dequantize(const Instruction& it) const {
+    const Operand &y = it.operand[0], &rows = it.operand[1];
+    const auto dtype = static_cast<DType>(it.parameter[0]);
+    pi2::dequantize(data(rows), dtype, y.sizes[0], y.sizes[1], rows.sizes[1], data(y), static_cast<DType>(y.element),
+                    serial());
   }
 
   bool index_copy(const Instruction& it) const {
@@ -306,7 +411,11 @@ struct Runner {
   bool run(const Instruction* at) const {
     const Instruction& it = *at;
     switch (it.op) {
-      case StepOp::kMean: mean(it); return true;
+      case StepOp::kMean:
+      case StepOp::kArgmax: reduce(it); return true;
+      case StepOp::kGather: return gather(it);
+      case StepOp::kTakeRows: return take_rows(it);
+      case StepOp::kDequantize: dequantize(it); return true;
       case StepOp::kIndexCopy: return index_copy(it);
       case StepOp::kLinear: linear(at); return true;
       case StepOp::kAttention: attention(it); return true;

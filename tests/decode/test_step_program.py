@@ -35,13 +35,21 @@ def check(forward: Forward, left: int = 0) -> None:
     with torch.inference_mode():
         calls = [node.target for node in translation(forward).graph.nodes if node.op == "call_function"]
         assert RUN in calls
-        views = ("getitem", "as_strided.default", "view.default", "reshape.default", "select.int", "slice.Tensor")
+        views = (
+            "getitem",
+            "as_strided.default",
+            "view.default",
+            "reshape.default",
+            "select.int",
+            "slice.Tensor",
+            "detach.default",
+        )
         others = [call for call in calls if call is not RUN and getattr(call, "__name__", "") not in views]
         assert len(others) == left, others
         _, recorded = record(forward, IDS)
         assert recorded is not None
         graph = StepGraph(recorded)
-        for ids in (IDS, IDS + 3, IDS + 1):
+        for ids in (IDS, IDS + 3, IDS + 1, IDS + 2):
             found, wanted = graph(ids), forward(ids)
             assert found.dtype == wanted.dtype
             assert torch.equal(found.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8))
@@ -94,6 +102,26 @@ def test_strided_and_broadcast_numbers() -> None:
         return torch.cat((y.expand(3, -1, -1, -1), y.repeat(3, 1, 1, 1)[..., ::2]), dim=3).reshape(3, -1) * 2
 
     check(forward, left=2)
+
+
+def test_embeddings_masks_and_the_likeliest_token() -> None:
+    """The start and the end of a step, of several sequences; also where a logit is not a number."""
+    packed, lengths = torch.ops.pi2.quantize(table(96), "int8"), torch.tensor([[3], [1]])
+    logits = torch.randn(8, 301).round(decimals=1)  # some are equal
+    logits[2, 250], logits[3, [7, 100]], logits[4] = torch.nan, torch.inf, -torch.inf
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        flat = ids.reshape(-1)
+        x = torch.ops.pi2.dequantize(packed.index_select(0, flat), "int8", 96, torch.float32).view(2, 96)
+        x = x + torch.nn.functional.embedding(ids, logits).view(2, -1)[:, :96].contiguous().cos() * x.sin()
+        keys, positions = torch.arange(5), lengths + torch.arange(3)
+        seen = (keys <= positions[..., None]) & (keys > positions[..., None] - 2) & (keys >= lengths[..., None] - 1)
+        rows = logits.index_select(0, flat)
+        best = rows.argmax(-1, keepdim=True)
+        token = torch.where(rows.gather(-1, best).isfinite(), best, -1)
+        return torch.cat((x, token.float(), seen.reshape(2, -1).to(torch.int64).float()), -1)
+
+    check(forward, left=1)
 
 
 def test_positions_and_a_cache() -> None:

@@ -21,16 +21,23 @@ from torch_pi2.ops.library import load, unseen_by_modes
 
 aten = torch.ops.aten
 
-#: As in ``pi2/step_program.h``.
-_COPY, _MEAN, _INDEX_COPY, _LINEAR, _ATTENTION, _CALL = 0, 8, 9, 10, 11, 12
-_BINARY = {aten.add.Tensor: 1, aten.sub.Tensor: 2, aten.mul.Tensor: 3, aten.div.Tensor: 4}
-_UNARY = {aten.neg.default: 5, aten.pow.Tensor_Scalar: 6, aten.rsqrt.default: 7}
-_CALLED = {f: i for i, f in enumerate((aten.silu, aten.sigmoid, aten.tanh, aten.exp, aten.relu, aten.sqrt))}
+#: In the order of ``pi2/step_program.h``.
+_OPS = "copy add sub mul div neg square rsqrt less less_equal and is_finite where mean argmax gather take_rows"
+_OP = {name: i for i, name in enumerate(f"{_OPS} dequantize index_copy linear attention call".split())}
+_BINARY = {aten.add.Tensor: "add", aten.sub.Tensor: "sub", aten.mul.Tensor: "mul", aten.div.Tensor: "div"}
+_BINARY |= {aten.lt.Tensor: "less", aten.le.Tensor: "less_equal", aten.gt.Tensor: "less", aten.ge.Tensor: "less_equal"}
+_BINARY |= {aten.__and__.Tensor: "and", aten.bitwise_and.Tensor: "and", aten.logical_and.default: "and"}
+_SWAPPED = {aten.gt.Tensor, aten.ge.Tensor}
+_UNARY = {aten.neg.default: "neg", aten.pow.Tensor_Scalar: "square", aten.rsqrt.default: "rsqrt"}
+#: As in ``csrc/bindings/torch/step_program.cc``.
+_CALLED = (aten.silu, aten.sigmoid, aten.tanh, aten.exp, aten.relu, aten.sqrt, aten.cos, aten.sin)
 _COPIES = {"_to_copy", "to", "clone", "contiguous", "reshape", "type_as", "flatten"}
 _FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ELEMENTS = _FLOATS | {torch.int64: 3, torch.uint8: 4, torch.bool: 4}
 
 Call = tuple[Any, tuple[Any, ...], dict[str, Any], Any]
+#: Op, operands (the result first) and parameters.
+_Instruction = tuple[str, list[torch.Tensor], list[int]]
 
 
 class _Observer(TorchDispatchMode):
@@ -87,7 +94,7 @@ class _Program:
     """Instructions under way. made: tensors that they make, in order. used: those of before."""
 
     def __init__(self) -> None:
-        self.instructions: list[tuple[int, list[torch.Tensor], list[int]]] = []
+        self.instructions: list[_Instruction] = []
         self.made: dict[int, torch.Tensor] = {}
         self.used: dict[int, torch.Tensor] = {}
         self.written: set[int] = set()
@@ -206,7 +213,7 @@ class Translation:
             written, *read = (self.root(tensor) for tensor in operands)
             for tensor in read:
                 self._use(tensor)
-            if op == _INDEX_COPY or id(written) in self._now.made:
+            if op == "index_copy" or id(written) in self._now.made:
                 self._use(written)
                 self._now.written.add(id(written))
             else:
@@ -236,7 +243,7 @@ class Translation:
         slots = {id(root): i for i, root in enumerate((*fixed, *inputs, *outputs, *own))}
         code = list[int]()
         for op, operands, parameters in now.instructions:
-            code += op, len(operands), len(parameters)
+            code += _OP[op], len(operands), len(parameters)
             for tensor in operands:
                 root = self.root(tensor)
                 offset = tensor.data_ptr() - root.data_ptr()
@@ -295,10 +302,8 @@ def _known(condition: bool) -> None:
         raise _Unknown
 
 
-def _instructions(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-) -> list[tuple[int, list[torch.Tensor], list[int]]]:
-    """Op, operands (the result first) and parameters of each instruction that computes a call."""
+def _instructions(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> list[_Instruction]:
+    """The instructions that compute a call."""
     given, name = _tensors((args, list(kwargs.values()))), func.__name__.split(".")[0]
     _known(isinstance(result, torch.Tensor) and result.numel() > 0)
     for tensor in (result, *given):
@@ -306,7 +311,7 @@ def _instructions(
         _known(tensor.dtype in _ELEMENTS and tensor.layout is torch.strided and not tensor.is_neg())
     is_float = all(tensor.dtype in _FLOATS for tensor in (result, *given))
     if func in _BINARY:
-        return _binary(_BINARY[func], args, kwargs, result, given, is_float)
+        return [_binary(func, args, kwargs, result, given)]
     if func in _UNARY:
         _known(is_float and (func is not aten.pow.Tensor_Scalar or args[1] == 2))
         return [(_UNARY[func], [result, args[0]], [])]
@@ -315,49 +320,70 @@ def _instructions(
         _known(is_float or result.dtype is x.dtype or widened)
         _known(result.shape == x.shape or result.is_contiguous())
         shaped = result if result.shape == x.shape else result.view(x.shape)
-        return [(_COPY, [shaped, x], [])]
+        return [("copy", [shaped, x], [])]
     if func is aten.cat.default:
         parts, dim = args[0], kwargs.get("dim", args[1] if len(args) > 1 else 0)
         _known(all(part.dtype is result.dtype and part.dim() == result.dim() for part in parts))
         starts = [sum(part.shape[dim] for part in parts[:i]) for i in range(len(parts))]
         places = zip(parts, starts, strict=True)
-        return [(_COPY, [result.narrow(dim, at, part.shape[dim]), part], []) for part, at in places if part.numel()]
+        return [("copy", [result.narrow(dim, at, part.shape[dim]), part], []) for part, at in places if part.numel()]
     if func.overloadpacket in _CALLED:
         _known(is_float and result.is_contiguous() and args[0].is_contiguous())
-        return [(_CALL, [result, args[0]], [_CALLED[func.overloadpacket]])]
-    if func is aten.mean.dim:
-        x, dims = args[:2]
-        _known(x.dtype is result.dtype is torch.float32 and list(dims) in ([-1], [x.dim() - 1]) and x.stride(-1) == 1)
-        return [(_MEAN, [result if result.dim() == x.dim() else result.unsqueeze(-1), x], [])]
+        return [("call", [result, args[0]], [_CALLED.index(func.overloadpacket)])]
+    if func is aten.isfinite.default:
+        _known(args[0].dtype in _FLOATS)
+        return [("is_finite", [result, args[0]], [])]
+    if func is aten.where.ScalarOther:
+        _known(result.dtype is args[1].dtype is torch.int64 and args[0].dtype is torch.bool)
+        return [("where", [result, args[1].expand(result.shape), args[0].expand(result.shape)], [_double(args[2])])]
+    if func in (aten.mean.dim, aten.argmax.default):
+        x, dims = args[0], args[1] if len(args) > 1 else None
+        last = dims in (-1, x.dim() - 1) or dims in ([-1], [x.dim() - 1])
+        _known(last and x.dtype is torch.float32 and x.stride(-1) == 1 and result.dtype in (x.dtype, torch.int64))
+        op = "mean" if func is aten.mean.dim else "argmax"
+        return [(op, [result if result.dim() == x.dim() else result.unsqueeze(-1), x], [])]
+    if func is aten.gather.default:
+        x, dim, index = args
+        _known(dim in (-1, x.dim() - 1) and index.shape[-1] == 1 and index.shape[:-1] == x.shape[:-1])
+        return [("gather", [result, x, index], [])]
+    if func in (aten.index_select.default, aten.embedding.default):
+        x, index = args[0], args[-1] if func is aten.index_select.default else args[1]
+        _known(x.dim() == 2 and x.stride(1) == 1 and index.is_contiguous() and result.is_contiguous())
+        _known(index.dtype is torch.int64 and (func is aten.embedding.default or args[1] == 0))
+        return [("take_rows", [result.view(-1, x.shape[1]), x, index.view(-1)], [])]
+    if func is torch.ops.pi2.dequantize.default:
+        _known(args[0].is_contiguous() and is_float is False)
+        return [("dequantize", [result, args[0]], [FORMATS[args[1]].code])]
     if func is aten.index_copy_.default:
         y, dim, index, x = args
         _known(x.dtype is y.dtype and index.dim() == 1 and x.dim() == y.dim() > 0)
-        return [(_INDEX_COPY, [y, x, index], [dim % y.dim()])]
+        return [("index_copy", [y, x, index], [dim % y.dim()])]
     if func in (torch.ops.pi2.linear.default, torch.ops.pi2.linear_blocks.default):
         x, rows, bias, weights, *more = args
         _known(not kwargs and x.is_contiguous())
         blocks = func is torch.ops.pi2.linear_blocks.default
         parameters = [FORMATS[weights].code, int(blocks or (more or [False])[0]), int(blocks)]
-        return [(_LINEAR, [result, x, rows, *([] if bias is None else [bias])], parameters)]
+        return [("linear", [result, x, rows, *([] if bias is None else [bias])], parameters)]
     if func is torch.ops.pi2.attention.default:
         return [_attention(result, *args, **kwargs)]
     raise _Unknown
 
 
 def _binary(
-    op: int,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    result: torch.Tensor,
-    given: list[torch.Tensor],
-    is_float: bool,
-) -> list[tuple[int, list[torch.Tensor], list[int]]]:
-    a, b = args
-    whole = op < 4 and result.dtype is torch.int64 and all(tensor.dtype is torch.int64 for tensor in given)
-    _known(_is_tensor(a) and (is_float or whole) and kwargs.get("alpha", 1) == 1 and "rounding_mode" not in kwargs)
-    if _is_tensor(b):
-        return [(op, [result, a.expand(result.shape), b.expand(result.shape)], [])]
-    return [(op, [result, a.expand(result.shape)], [_double(b)])]
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor, given: list[torch.Tensor]
+) -> _Instruction:
+    op, (a, b) = _BINARY[func], args
+    types = {tensor.dtype for tensor in given}
+    if op in ("less", "less_equal", "and"):
+        _known(types == {torch.bool if op == "and" else torch.int64} and len(given) == 2)
+    else:
+        is_float = types | {result.dtype} <= _FLOATS.keys()
+        _known(is_float or (op != "div" and types == {torch.int64} and result.dtype is torch.int64))
+    _known(_is_tensor(a) and kwargs.get("alpha", 1) == 1 and "rounding_mode" not in kwargs)
+    if not _is_tensor(b):
+        return op, [result, a.expand(result.shape)], [_double(b)]
+    pair = [a.expand(result.shape), b.expand(result.shape)]
+    return op, [result, *(pair[::-1] if func in _SWAPPED else pair)], []
 
 
 def _attention(
@@ -369,8 +395,8 @@ def _attention(
     scale: float,
     causal: bool = False,
     sinks: torch.Tensor | None = None,
-) -> tuple[int, list[torch.Tensor], list[int]]:
+) -> _Instruction:
     seen = None if mask is None else mask.expand(query.shape[0], -1, -1, -1)
     _known(all(t.stride(-1) == 1 for t in (query, key, value, *([] if seen is None else [seen]))))
     operands = [y, query, key, value, *(t for t in (seen, sinks) if t is not None)]
-    return _ATTENTION, operands, [_double(scale), int(causal), int(seen is not None), int(sinks is not None)]
+    return "attention", operands, [_double(scale), int(causal), int(seen is not None), int(sinks is not None)]

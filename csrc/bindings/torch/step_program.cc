@@ -12,8 +12,8 @@ namespace {
 // PyTorch's operators that programs call: they have no exact rounding, so that PyTorch's own code has to compute them.
 // step_program.py has the same list. gelu is not among them: torch 2.13 loses the memory of each text that it is
 // passed.
-constexpr const char* kCalled[] = {"aten::silu", "aten::sigmoid", "aten::tanh",
-                                   "aten::exp",  "aten::relu",    "aten::sqrt"};
+constexpr const char* kCalled[] = {"aten::silu", "aten::sigmoid", "aten::tanh", "aten::exp",
+                                   "aten::relu", "aten::sqrt",    "aten::cos",  "aten::sin"};
 
 int64_t bytes_of(const Tensor& tensor) {
   int64_t last = 0;
@@ -126,8 +126,9 @@ std::vector<Tensor> step_run(int64_t number, std::vector<Tensor> inputs) {
     given.push_back(static_cast<char*>(outputs.back().mutable_data_ptr()));
   }
   const bool complete = step->program->run(given, torch_threads(), call, nullptr);
-  STD_TORCH_CHECK(
-      complete, "pi2: index_copy_: expected positions within the cache, found one beyond it. Make a longer ", "cache.");
+  STD_TORCH_CHECK(complete,
+                  "pi2: index: expected tokens of the vocabulary and positions within the cache, found one beyond it. ",
+                  "Make a longer cache.");
   return outputs;
 }
 

@@ -29,13 +29,22 @@ enum class StepOp : std::int64_t {
   kNeg,  // these three: of one operand
   kSquare,
   kRsqrt,
-  kMean,       // over the last dimension
-  kIndexCopy,  // y[.., index[i], ..] = x[.., i, ..]; operands y, x, index; parameter: the dimension
-  kLinear,     // y, x, rows, perhaps a bias; parameters: weights' DType, int8 activations, blocks
-  kAttention,  // y, query, key, value, perhaps a mask and sinks; parameters: scale (a double), causal, mask, sinks
-  kCall,       // y, x, contiguous and of one size: an operator of the host; parameter: its number
+  kLess,  // a byte, of two int64 operands or one and a constant
+  kLessEqual,
+  kAnd,         // of bytes that are 0 or 1
+  kIsFinite,    // a byte, of a float
+  kWhere,       // y = b ? a : the constant; int64, b a byte
+  kMean,        // over the last dimension
+  kArgmax,      // of the last dimension, as int64: the first of the largest, or the first NaN
+  kGather,      // y[.., 0] = x[.., index[.., 0]]
+  kTakeRows,    // y[i, :] = x[index[i], :]
+  kDequantize,  // y, rows; parameter: the rows' DType
+  kIndexCopy,   // y[.., index[i], ..] = x[.., i, ..]; operands y, x, index; parameter: the dimension
+  kLinear,      // y, x, rows, perhaps a bias; parameters: weights' DType, int8 activations, blocks
+  kAttention,   // y, query, key, value, perhaps a mask and sinks; parameters: scale (a double), causal, mask, sinks
+  kCall,        // y, x, contiguous and of one size: an operator of the host; parameter: its number
 };
-constexpr std::int64_t kStepOps = 13;
+constexpr std::int64_t kStepOps = 22;
 
 class StepProgram {
  public:
