@@ -289,11 +289,9 @@ class QuantizedCheckpoint(Checkpoint):
 
     def unused(self) -> list[str]:
         known = {name for name in self.names() if name.endswith(_OF_INPUTS)}
-        return sorted(name for name in set(self.names()) - self._used - known if not self._adds_nothing(name))
-
-    def _adds_nothing(self, name: str) -> bool:
-        """Whether this is a bias of zeros, which AutoGPTQ writes for linear layers without bias."""
-        return name.removesuffix(".bias") in self._packed and not bool(self.read(name).any())
+        left = set(self.names()) - self._used - known
+        # AutoGPTQ writes biases of zeros for linear layers without bias
+        return sorted(n for n in left if n.removesuffix(".bias") not in self._packed or bool(self.read(n).any()))
 
     def _about(self, base: str) -> tuple[tuple[int, ...], Packed]:
         if base not in self._facts:

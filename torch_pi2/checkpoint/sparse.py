@@ -316,18 +316,13 @@ def load_sparse(
 
         fill(model, ([name for name in names if name not in ours] for names in groups), read, weights.path)
     check_filled(model, weights.path)
-    _untie(model, set(weights.linears))
-    trim()
-    return model
-
-
-def _untie(model: nn.Module, linears: set[str]) -> None:
-    """Note in the configuration that an output layer with its own weights is no longer tied to the embedding."""
     hf: Any = model
     if getattr(getattr(model, "config", None), "tie_word_embeddings", False) and any(
-        model.get_submodule(name) is hf.get_output_embeddings() for name in linears
-    ):
+        model.get_submodule(name) is hf.get_output_embeddings() for name in weights.linears
+    ):  # an output layer with its own weights
         hf.config.tie_word_embeddings = False
+    trim()
+    return model
 
 
 def _put_linear(

@@ -51,7 +51,8 @@ def packed_sdpa(
     known = known and key.shape == value.shape and query.shape[0] == key.shape[0]
     known = known and not any(t.requires_grad for t in (query, key, value))
     sinks: torch.Tensor | None = kwargs.get("s_aux")
-    plain_masks = plain and _for_all_heads(mask)
+    for_all_heads = mask is None or (mask.dtype == torch.bool and mask.dim() == 4 and mask.shape[1] == 1)
+    plain_masks = plain and for_all_heads
     if sinks is not None and not plain_masks:
         raise ConfigError(
             f"attention of {type(module).__name__} with sinks",
@@ -70,10 +71,6 @@ def packed_sdpa(
     causal = causal and mask is None and query.shape[2] > 1  # as transformers has it
     attend = torch.ops.pi2.attention if known else reference
     return attend(query, key, value, mask, scale, causal, None if sinks is None else sinks.float()), None
-
-
-def _for_all_heads(mask: torch.Tensor | None) -> bool:
-    return mask is None or (mask.dtype == torch.bool and mask.dim() == 4 and mask.shape[1] == 1)
 
 
 def uses_sdpa(config: Any) -> bool:

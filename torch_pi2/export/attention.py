@@ -43,7 +43,7 @@ def define() -> torch.library.Library:
         library.define(f"{name}({arguments}) -> Tensor")
         library.define(f"{name}.out({arguments}, *, Tensor(c!) out) -> Tensor(c!)")
         library.impl(name, function, "CompositeExplicitAutograd")
-        library.impl(f"{name}.out", _out_of(function), "CompositeExplicitAutograd")
+        library.impl(f"{name}.out", lambda *x, out, of=function: out.copy_(of(*x)), "CompositeExplicitAutograd")
         torch.library.register_fake(f"pi2::{name}", fake, lib=library)
     return library
 
@@ -125,13 +125,6 @@ def unpacked(rows: torch.Tensor) -> torch.Tensor:
         return rows.float()
     scale = rows[..., -SCALE_BYTES:].contiguous().view(torch.float32)
     return rows[..., :-SCALE_BYTES].contiguous().view(torch.int8) * scale
-
-
-def _out_of(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def write_out(*args: Any, out: torch.Tensor) -> torch.Tensor:
-        return out.copy_(function(*args))
-
-    return write_out
 
 
 Select = Callable[[torch.Tensor], torch.Tensor]

@@ -56,7 +56,13 @@ def manifest_of(
     model, layers, decoder, files = source.model, source.layers, source.decoder, describe_files(staging)
     config: Any = getattr(model, "config", None)
     text: Any = config.get_text_config(decoder=True) if decoder or not layers else None
-    entries = _method_entries(methods, settings, decoder)
+    fixed = {"forward": (1, settings.forward_tokens if decoder else 1), "fork": (1, 1)}
+    entries = {
+        name: MethodEntry(
+            name.partition("_")[0], *(fixed.get(name) or sizes_of(name)), tuple(methods.chunks.get(name, ()))
+        )
+        for name in methods.specs
+    }
     plan = source.parts.plan
     chosen = chosen_shares(config, [layer.site for layer in plan.layers])
     return Manifest(
@@ -98,16 +104,6 @@ def manifest_of(
             )
         ),
     )
-
-
-def _method_entries(methods: Methods, settings: ExportSettings, decoder: bool) -> dict[str, MethodEntry]:
-    fixed = {"forward": (1, settings.forward_tokens if decoder else 1), "fork": (1, 1)}
-    return {
-        name: MethodEntry(
-            name.partition("_")[0], *(fixed.get(name) or sizes_of(name)), tuple(methods.chunks.get(name, ()))
-        )
-        for name in methods.specs
-    }
 
 
 def _fixed_bytes(folder: Path, packed_copies: int, planned: tuple[int, int], predictors: int, tokens: int) -> int:

@@ -231,7 +231,8 @@ class Bundle:
             if type(count) is not int or not 1 <= count <= lanes:
                 argument(count, "num_return_sequences").wrong(f"1 to {lanes}, the lanes of the bundle")
             ids, room = self._encode(prompt)
-            tokenizer = self.tokenizer if how.stop or self._has_tokenizer() else None
+            has_one = any((self.folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+            tokenizer = self.tokenizer if how.stop or self._tokenizer is not None or has_one else None
             how = how.with_defaults(self._sampling)
             answers = [
                 _Answering(i, seed, room, max_new_tokens, self.manifest.eos, ids, tokenizer, stream, how)
@@ -311,10 +312,6 @@ class Bundle:
             yield self._program
         finally:
             self._busy.release()
-
-    def _has_tokenizer(self) -> bool:
-        names = ("tokenizer.json", "tokenizer_config.json")
-        return self._tokenizer is not None or any((self.folder / name).is_file() for name in names)
 
     def _encode(self, prompt: Any, answer: int = 1) -> tuple[list[int], int]:
         """Tokens of ``prompt``, and the room for an answer. Raises ShapeError: less than ``answer``."""

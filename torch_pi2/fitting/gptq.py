@@ -212,7 +212,8 @@ class Solver:
             q_Nk = q_NK[:, part]
             falls_N, bends_N = (slope_NK[:, part] * q_Nk).sum(1), ((q_Nk @ self._h_KK[part, part]) * q_Nk).sum(1)
             if self._by_column:  # a group is 32 rows of the column
-                falls_N, bends_N = (_sums_of_groups(v) for v in (falls_N, bends_N))
+                each = (v.unflatten(0, (-1, GROUP)).sum(1, keepdim=True).expand(-1, GROUP) for v in (falls_N, bends_N))
+                falls_N, bends_N = (v.flatten() for v in each)
             best_N = scale_NK[:, k] - torch.where(bends_N > 0, falls_N / bends_N, 0.0)
             better_N = self._grid.nearest(best_N, common, self._group(k))
             slope_NK += ((better_N - scale_NK[:, k])[:, None] * q_Nk) @ self._h_KK[part]
@@ -230,11 +231,6 @@ class Solver:
                 q_NK[:, k] = self._grid.integers(before_NB[:, i] - slope_NB[:, i] / h_KK[k, k], scale_NK[:, k])
                 slope_NB += (q_NK[:, k] * scale_NK[:, k] - before_NB[:, i])[:, None] * h_KK[k, block]
             slope_NK += (q_NK[:, block] * scale_NK[:, block] - before_NB) @ h_KK[block]
-
-
-def _sums_of_groups(v_N: torch.Tensor) -> torch.Tensor:
-    sums_G1: torch.Tensor = v_N.unflatten(0, (-1, GROUP)).sum(1, keepdim=True)
-    return sums_G1.expand(-1, GROUP).flatten()
 
 
 def best_scales(w_Nk: torch.Tensor, weights: str, counts_k: torch.Tensor | None = None) -> torch.Tensor:

@@ -259,7 +259,8 @@ class HybridExperts:
             arriving = self.link.leave(_as_bytes(*sent))
             work = functools.partial(self._on_gpu, x, index, routing)
             hot = None if self.hot is None else self.link.queue(work)
-            index_Tk, routing_Tk, x_TH = _from_bytes(arriving(), *sent)
+            parts = arriving().split([tensor.nbytes for tensor in sent])
+            index_Tk, routing_Tk, x_TH = (p.view(one.dtype).view(one.shape) for p, one in zip(parts, sent, strict=True))
             y = self.link.enter(layer.compute(x_TH, self._cold(index_Tk), routing_Tk))
             return y if hot is None else (hot().float() + y.float()).to(x.dtype)
 
@@ -309,9 +310,3 @@ def stays_as_it_is(layer: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> bo
 def _as_bytes(*tensors: torch.Tensor) -> torch.Tensor:
     """The bytes of ``tensors`` in one tensor, for one copy; element sizes must not increase from one to the next."""
     return torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
-
-
-def _from_bytes(held: torch.Tensor, *like: torch.Tensor) -> list[torch.Tensor]:
-    """Inverse of :func:`_as_bytes`: views of ``held`` with the shapes and dtypes of ``like``."""
-    parts = held.split([tensor.nbytes for tensor in like])
-    return [part.view(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]

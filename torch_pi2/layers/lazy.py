@@ -186,11 +186,10 @@ def _with_values(tree: Any) -> Any:
 def _note_down(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The lazy result of an elementwise call; its shape and dtype come from a run on ``meta``."""
 
-    def as_meta(lazy: LazyFFN) -> torch.Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            return torch.empty(lazy.shape, dtype=lazy.dtype, device="meta")
-
-    meta_args, meta_kwargs = tree_map_only(LazyFFN, as_meta, (args, kwargs))
+    with torch._C.DisableTorchFunctionSubclass():
+        meta_args, meta_kwargs = tree_map_only(
+            LazyFFN, lambda lazy: torch.empty(lazy.shape, dtype=lazy.dtype, device="meta"), (args, kwargs)
+        )
     meta_kwargs = {k: "meta" if k == "device" and v is not None else v for k, v in meta_kwargs.items()}
     if op_name(func) == "to":  # a move between devices has no meaning on meta
         meta_args = tuple("meta" if isinstance(a, torch.device | str) else a for a in meta_args)

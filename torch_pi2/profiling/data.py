@@ -278,12 +278,6 @@ def _windows(ids: torch.Tensor, seq_len: int, opening: list[int]) -> list[torch.
     return [part for i, part in enumerate(parts) if len(part) > 1 or not i]
 
 
-def _pad(rows: Sequence[torch.Tensor], pad: int) -> Batch:
-    ids_BT = pad_sequence(list(rows), batch_first=True, padding_value=pad)
-    mask_BT = pad_sequence([torch.ones_like(row, dtype=torch.bool) for row in rows], batch_first=True)
-    return Batch(ids_BT, mask_BT)
-
-
 def _from_dict(item: Mapping[str, Any]) -> Batch:
     kwargs = dict(item)
     ids = kwargs.pop("input_ids", None)
@@ -356,7 +350,9 @@ def _spread_out(rows: Sequence[torch.Tensor], batch_size: int, pad: int = 0) -> 
     """Batches whose rows lie far apart in ``rows``, neighbouring windows of one text."""
     n_batches = -(-len(rows) // batch_size)
     for b in range(n_batches):
-        yield _pad(rows[b::n_batches], pad)
+        ids_BT = pad_sequence(list(rows[b::n_batches]), batch_first=True, padding_value=pad)
+        mask_BT = [torch.ones_like(row, dtype=torch.bool) for row in rows[b::n_batches]]
+        yield Batch(ids_BT, pad_sequence(mask_BT, batch_first=True))
 
 
 def digest(values: Any) -> str:

@@ -18,11 +18,6 @@ _EXCERPT_BYTES = 4096
 _HELDOUT_SHARE = 24  # one file in 24 is held out
 
 
-def _is_heldout(rel_path: str) -> bool:
-    digest = hashlib.sha256(rel_path.encode()).digest()
-    return int.from_bytes(digest[:4], "little") % _HELDOUT_SHARE == 0
-
-
 def stdlib_files(split: str, *, with_tests: bool = False) -> list[Path]:
     """Sorted paths of the standard library's ``.py`` files in ``split``; ``with_tests``: its tests, to train on."""
     if split not in ("train", "heldout"):
@@ -32,7 +27,9 @@ def stdlib_files(split: str, *, with_tests: bool = False) -> list[Path]:
     for path in base.rglob("*.py"):
         rel = path.relative_to(base)
         left_out = _SKIP_DIRS if with_tests and split == "train" else _SKIP_DIRS | _TEST_DIRS
-        if left_out.isdisjoint(rel.parts[:-1]) and _is_heldout(rel.as_posix()) == (split == "heldout"):
+        digest = hashlib.sha256(rel.as_posix().encode()).digest()
+        heldout = int.from_bytes(digest[:4], "little") % _HELDOUT_SHARE == 0
+        if left_out.isdisjoint(rel.parts[:-1]) and heldout == (split == "heldout"):
             chosen.append(path)
     return sorted(chosen, key=lambda p: p.relative_to(base).as_posix())
 

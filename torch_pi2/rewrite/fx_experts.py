@@ -112,14 +112,12 @@ def _name_of(module: nn.Module) -> str:
 def _calls(gm: fx.GraphModule, module: nn.Module, parameters: Iterable[fx.Node]) -> list[list[fx.Node]]:
     """The nodes of each call of ``module``, without sizes computed from sizes, which may be of use elsewhere."""
 
-    def is_size(node: fx.Node) -> bool:
-        return isinstance(node.meta.get("example_value"), torch.SymInt)
-
     def stack(node: fx.Node) -> dict[str, tuple[str, type]]:
         return node.meta.get("nn_module_stack") or {}
 
     code = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
-    code = [n for n in code if not all(map(is_size, (n, *n.all_input_nodes)))]
+    sizes = {n for n in gm.graph.nodes if isinstance(n.meta.get("example_value"), torch.SymInt)}
+    code = [n for n in code if not sizes.issuperset((n, *n.all_input_nodes))]
     own: dict[str, None] = {}
     for user in (user for node in parameters for user in node.users):
         own |= dict.fromkeys([key for key, (_, kind) in stack(user).items() if kind is type(module)][-1:])

@@ -141,15 +141,11 @@ def _split_off(home: SparseFFN | SparseExperts, there: Sequence[int], link: Tran
         (count,) = there
         if not home.in_memory and count < home.site.intermediate:
             count = count // HybridFFN.CHUNK * HybridFFN.CHUNK
-        home.split_off(count, link, _stored_neurons(home, count))
-
-
-def _stored_neurons(layer: SparseFFN, count: int) -> torch.Tensor | None:
-    """The first ``count`` neurons of a layer over a store; None for a layer in memory."""
-    if not isinstance(layer, OffloadedFFN):
-        return None
-    with StoreReader(layer.store.path) as reader:
-        return reader.as_computed(reader.read_layer(layer.store_layer, (0, count)))
+        neuron_rows = None
+        if isinstance(home, OffloadedFFN):
+            with StoreReader(home.store.path) as reader:
+                neuron_rows = reader.as_computed(reader.read_layer(home.store_layer, (0, count)))
+        home.split_off(count, link, neuron_rows)
 
 
 def _stored_experts(home: SparseExperts, there: Sequence[int]) -> torch.Tensor | None:

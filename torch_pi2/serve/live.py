@@ -107,7 +107,8 @@ class Live:
                 await asyncio.sleep(max(EVERY_S, min(_MOST_S, _PAUSE * took_s)))
         finally:
             self._idle = None
-            await asyncio.to_thread(self._stop)
+            self._served.batch.meter = None
+            await asyncio.to_thread(self._firing.stop)
 
     def _store(self) -> Store | None:
         return store_of(self._served.model)
@@ -117,10 +118,6 @@ class Live:
         vocabulary: int = self._served.model.get_input_embeddings().num_embeddings  # type: ignore[operator]
         self._served.batch.meter = Meter(vocabulary, self._store())
         self._before = self._reading()
-
-    def _stop(self) -> None:
-        self._served.batch.meter = None
-        self._firing.stop()
 
     def _about(self) -> dict[str, Any]:
         served, firing, parts = self._served, self._firing, ModelState.of(self._served.model)
@@ -157,6 +154,7 @@ class Live:
         kinds = {kind: _mean_times(before.spent.get(kind, Spent()), now.spent.get(kind, Spent())) for kind in WORK}
         layers = self._firing.read(state["live"])  # slightly later than ``now``
         fired = any(layer["tokens"] for layer in layers)
+        work = Work(**_since(before.work, now.work, [field.name for field in fields(Work)]))
         figures = {
             "seconds": seconds,
             **state,
@@ -164,7 +162,7 @@ class Live:
             "prompt_tokens": read,
             "tokens_per_second": answered / seconds,
             "layers": layers,
-            "ffn": _shares(before.work, now.work),
+            "ffn": {name: getattr(work, name) for name in ("neurons_computed", "neurons_used", "rows_used")},
             **kinds,
             "store": _store_figures(before.store, now.store),
             "busy": bool(state["live"] or state["waiting"] or answered or read or fired or any(kinds.values())),
@@ -192,11 +190,6 @@ def _since(before: Mapping[str, int], now: Mapping[str, int], names: list[str]) 
     """Differences of counters. If one has decreased, all were reset and count from 0."""
     reset = any(now[name] < before[name] for name in names)
     return {name: now[name] - (0 if reset else before[name]) for name in names}
-
-
-def _shares(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, float | None]:
-    done = Work(**_since(before, now, [field.name for field in fields(Work)]))
-    return {name: getattr(done, name) for name in ("neurons_computed", "neurons_used", "rows_used")}
 
 
 def _store_figures(before: Mapping[str, int] | None, now: Mapping[str, int] | None) -> dict[str, int] | None:
