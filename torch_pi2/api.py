@@ -474,11 +474,9 @@ def _optimize_without_data(model: Model, config: Config, progress: bool, data: l
             sites = [site for site in sites if site.key not in no_zeros]
     elif config.method in LOSSY or (config.method == "auto" and no_zeros):
         wanted = f"method '{config.method}'" if not smooth else f"activation {', '.join(smooth)} (no exact zeros)"
+        fix = "Pass calibration=text or ids (torch_pi2.profiling.text.stdlib_text('train') needs no download)."
         raise CalibrationError(
-            f"optimize without calibration, {wanted}",
-            expected="calibration data",
-            found="none",
-            fix="Pass calibration=text or ids (torch_pi2.profiling.text.stdlib_text('train') needs no download).",
+            f"optimize without calibration, {wanted}", expected="calibration data", found="none", fix=fix
         )
     made = plan_without_data(sites, weights_hash(model, sites), config)
     made.made_by["left"] = found.left

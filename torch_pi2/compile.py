@@ -76,7 +76,18 @@ def backend(
     placeholders = gm.graph.find_nodes(op="placeholder")
     ours = [node.meta["example_value"] for node in placeholders[len(example_inputs) :]]
     compiled = _explaining(_inductor(gm, [*example_inputs, *ours], mode), gm)
-    return _with_rows(_together(compiled, gm), sparse, merged)
+    # call compiled code with further inputs: refreshed neurons, and merged linears
+    compiled = _together(compiled, gm)
+    if not sparse and not merged:
+        return compiled
+    extra = [tensor for layer in sparse for tensor in layer.extra] + [*merged]
+
+    def run(*args: Any) -> Any:
+        for layer in sparse:
+            layer.packed.refresh([args[i] for i in layer.positions])
+        return compiled(*args, *extra)
+
+    return run
 
 
 def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], mode: str | None) -> Callable[..., Any]:
@@ -138,7 +149,15 @@ def _read_options(options: Mapping[str, Any] | None) -> tuple[Plan | None, Mappi
         what.wrong(f"only {', '.join(_OPTIONS)}", ", ".join(unknown))
     plan, predictors = options.get("plan"), options.get("predictors")
     if isinstance(plan, str | Path):
-        plan, beside = _load_plan(Path(plan))
+        # the same objects until the folder changes, as their ids key the neurons
+        folder = Path(plan)
+        files = [path for name in ("plan.json", PREDICTORS_FILE, STORE_FILE) if (path := folder / name).is_file()]
+        stamp = sum(path.stat().st_mtime_ns for path in files)
+        if folder not in _plans or _plans[folder][0] != stamp:
+            with Parts(folder) as parts:
+                plan = parts.plan()
+                _plans[folder] = (stamp, plan, parts.predictors(plan.model_hash))
+        plan, beside = _plans[folder][1:]
         predictors = beside if predictors is None else predictors
     if not isinstance(plan, Plan | None):
         argument(plan, "plan of the torch_pi2 backend").wrong("a Plan, or a folder that has one")
@@ -148,33 +167,6 @@ def _read_options(options: Mapping[str, Any] | None) -> tuple[Plan | None, Mappi
 
 
 _plans: dict[Path, tuple[int, Plan, Mapping[str, Any]]] = {}
-
-
-def _load_plan(folder: Path) -> tuple[Plan, Mapping[str, Any]]:
-    """Plan and predictors of a folder; the same objects until it changes, as their ids key the neurons."""
-    files = [path for name in ("plan.json", PREDICTORS_FILE, STORE_FILE) if (path := folder / name).is_file()]
-    stamp = sum(path.stat().st_mtime_ns for path in files)
-    if folder not in _plans or _plans[folder][0] != stamp:
-        with Parts(folder) as parts:
-            plan = parts.plan()
-            _plans[folder] = (stamp, plan, parts.predictors(plan.model_hash))
-    return _plans[folder][1:]
-
-
-def _with_rows(
-    compiled: Callable[..., Any], sparse: Sequence[SparseCall], merged: Sequence[torch.Tensor]
-) -> Callable[..., Any]:
-    """Call compiled code with further inputs: refreshed neurons, and merged linears."""
-    if not sparse and not merged:
-        return compiled
-    extra = [tensor for layer in sparse for tensor in layer.extra] + [*merged]
-
-    def run(*args: Any) -> Any:
-        for layer in sparse:
-            layer.packed.refresh([args[i] for i in layer.positions])
-        return compiled(*args, *extra)
-
-    return run
 
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:

@@ -17,11 +17,9 @@ def check_platform(platform: str) -> None:
     """Raises LibraryMissingError on a ``platform`` (as in ``sys``) that is not supported."""
     if platform != "linux":
         found = {"win32": "Windows", "darwin": "macOS"}.get(platform, platform)
+        fix = "On Windows use WSL 2 (wsl --install); on macOS a Linux container or machine."
         raise LibraryMissingError(
-            "this platform",
-            expected="Linux (x86_64 or aarch64)",
-            found=f"{found}, which is not supported",
-            fix="On Windows use WSL 2 (wsl --install); on macOS a Linux container or machine.",
+            "this platform", expected="Linux (x86_64 or aarch64)", found=f"{found}, which is not supported", fix=fix
         )
 
 
@@ -34,11 +32,9 @@ def library_path(name: str | None = None) -> Path:
     for place in places:
         if (place / name).is_file():
             return place / name
+    fix = "Run 'make install' in a checkout, or install torch first and then this package with pip."
     raise LibraryMissingError(
-        f"the C++ library {name}",
-        expected=f"it in {' or '.join(map(str, places))}",
-        found="no such file",
-        fix="Run 'make install' in a checkout, or install torch first and then this package with pip.",
+        f"the C++ library {name}", expected=f"it in {' or '.join(map(str, places))}", found="no such file", fix=fix
     )
 
 

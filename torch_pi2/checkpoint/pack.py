@@ -143,7 +143,14 @@ def pack(
             refuse_shards(source, parts.shard)
             reader.check_plan(plan)
             if whole == source:
-                _check_weights(reader, weights, source)
+                known = reader.neuron_formats
+                if weights not in (None, known) and (weights, reader.weights) != (FLOAT, FLOAT):
+                    raise ConfigError(
+                        f"pack({source}, weights=...)",
+                        expected=f"{known}, as the weights are",
+                        found=repr(weights),
+                        fix="Leave it out, or pack the float checkpoint.",
+                    )
             packer = _Packer(whole, reader, plan, parts.inside, cluster, progress)
             if ranks == 1:
                 keep_card(folder, staging)
@@ -157,14 +164,6 @@ def pack(
         remember(folder)
     report.seconds = time.perf_counter() - start
     return report
-
-
-def _check_weights(reader: QuantizedWeights, weights: str | None, source: Path) -> None:
-    """Raises ConfigError: the neurons of ``reader`` are not in format ``weights``."""
-    known = reader.neuron_formats
-    if weights not in (None, known) and (weights, reader.weights) != (FLOAT, FLOAT):
-        expected, fix = f"{known}, as the weights are", "Leave it out, or pack the float checkpoint."
-        raise ConfigError(f"pack({source}, weights=...)", expected=expected, found=repr(weights), fix=fix)
 
 
 @dataclass
@@ -186,7 +185,13 @@ class _Packer:
         with PartFiles(self.whole / PI2_FOLDER, () if self.inside else None) as beside:
             store = self._assembly(beside, shard)
             out = store.writer(path, progress=self.progress)
-            _check_space(folder, out.file_bytes)
+            if out.file_bytes > (free := shutil.disk_usage(folder).free):
+                raise ArtifactError(
+                    f"writing {STORE_FILE} of {out.file_bytes} bytes",
+                    expected=f"as many bytes of free space for {folder}",
+                    found=f"{free}",
+                    fix="Choose another output folder or free some space; nothing was left half-written.",
+                )
             superblock = store.superblock(out)
             with out:
                 store.write(out, superblock)
@@ -240,17 +245,6 @@ def _layer(layer: LayerPlan, reader: Any) -> StoreLayer:
     return StoreLayer(
         site, hot_neurons(layer), reader.format_of(site.key), lambda *rows: reader.read_neurons(site, rows)
     )
-
-
-def _check_space(folder: Path, needed: int) -> None:
-    """Raises ArtifactError: the disk has less than ``needed`` bytes of free space."""
-    if needed > (free := shutil.disk_usage(folder).free):
-        raise ArtifactError(
-            f"writing {STORE_FILE} of {needed} bytes",
-            expected=f"as many bytes of free space for {folder}",
-            found=f"{free}",
-            fix="Choose another output folder or free some space; nothing was left half-written.",
-        )
 
 
 def _provenance(source: Path, reader: QuantizedWeights) -> str:

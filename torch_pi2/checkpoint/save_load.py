@@ -143,15 +143,6 @@ def _as_it_was_read(model: Any) -> dict[str, torch.Tensor] | None:
     return values
 
 
-def _divide_weights(model: nn.Module) -> None:
-    """What RWKV-4 does with weights that were just read when it is first evaluated."""
-    parts: Any = model.eval().modules()
-    for part in parts:
-        if hasattr(part, "layers_are_rescaled"):
-            part.layers_are_rescaled = False
-            part._rescale_layers()
-
-
 def save_parts(parts: SparseState, pi2: Path) -> None:
     """Write plan, predictors and statistics as files into ``pi2``."""
     parts.plan.save(pi2)
@@ -314,7 +305,12 @@ def read_model(folder: Path, settings: LoadSettings) -> nn.Module:
         _load_weights(model, folder / _WEIGHTS)
         if settings.dtype is not None:
             model = model.to(settings.dtype)
-    _divide_weights(model)
+    # what RWKV-4 does with weights that were just read when it is first evaluated
+    modules: Any = model.eval().modules()
+    for part in modules:
+        if hasattr(part, "layers_are_rescaled"):
+            part.layers_are_rescaled = False
+            part._rescale_layers()
     return apply(model, SparseState(plan, predictors, stats), settings.progress)
 
 
@@ -343,11 +339,9 @@ def checked_plan(own: Plan, other: Plan | str | Path | None, folder: Path) -> Pl
         ("methods and thresholds", lambda plan: [(layer.method, layer.threshold) for layer in plan.layers]),
     )
     if different := [what for what, of in fixed if of(own) != of(made)]:
+        fix = "Plan this folder itself: torch-pi2 plan FOLDER --hardware measured --out DIR."
         raise StaleArtifactError(
-            f"plan for {folder}",
-            expected=f"{different[0]} as in its own plan",
-            found="others",
-            fix="Plan this folder itself: torch-pi2 plan FOLDER --hardware measured --out DIR.",
+            f"plan for {folder}", expected=f"{different[0]} as in its own plan", found="others", fix=fix
         )
     return made
 
@@ -401,11 +395,9 @@ def _load_weights(model: nn.Module, path: Path) -> None:
         with verifying(path.parent):
             load_model(model, str(path))
     except (SafetensorError, RuntimeError) as error:
+        fix = "Pass the model that was saved, built with the same sizes."
         raise ArtifactError(
-            str(path),
-            expected=f"the weights of this {type(model).__name__}",
-            found=str(error).splitlines()[0],
-            fix="Pass the model that was saved, built with the same sizes.",
+            str(path), expected=f"the weights of this {type(model).__name__}", found=str(error).splitlines()[0], fix=fix
         ) from error
 
 
@@ -422,17 +414,12 @@ def pretrained(kind: Any, folder: str | Path, **how: Any) -> nn.Module:
             fix="Save the model again, or load it with its own class and pass it as model=...",
         )
     if not type(model).__module__.startswith("transformers.models."):
-        _compute_buffers(model, skeleton(folder, config=model.config, trust_remote_code=how["trust_remote_code"]))
+        # buffers that no checkpoint has: transformers 5 computes those of its own classes only
+        built = skeleton(folder, config=model.config, trust_remote_code=how["trust_remote_code"])
+        values = dict(built.named_buffers())
+        for name in values.keys() - built.state_dict().keys():
+            model.get_buffer(name).copy_(values[name])
     return model
-
-
-def _compute_buffers(model: nn.Module, built: nn.Module) -> None:
-    """Give ``model`` the buffers that no checkpoint has, as in ``built``: transformers 5 computes those of its own
-    classes, and leaves whatever is in memory in others'.
-    """
-    values = dict(built.named_buffers())
-    for name in values.keys() - built.state_dict().keys():
-        model.get_buffer(name).copy_(values[name])
 
 
 def _from_pretrained(folder: Path, settings: LoadSettings) -> nn.Module:

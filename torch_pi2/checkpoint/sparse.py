@@ -270,11 +270,40 @@ def load_sparse(
         embeddings: dict[str, torch.Tensor] = {}
         for name, width in weights.embeddings.items():
             ours.add(f"{name}.weight")
-            embeddings[f"{name}.weight"] = _put_embedding(model, weights, name, width, int8_activations)
+            # rows stay in the file, of which a prompt reads few, unless a layer computes with them or a budget counts
+            embedding: Any = model.get_submodule(name)
+            if not can_stand_for(embedding):
+                raise ArtifactError(
+                    f"{name} in {weights.path}",
+                    expected="an nn.Embedding, or one with a scale",
+                    found=f"a {type(embedding).__name__} in the model",
+                    fix="The file is of another model; make the folder again.",
+                )
+            scale = getattr(embedding, "embed_scale", None)
+            stored_as, outputs = weights.format_of(name), {weights.rows_name(linear) for linear in weights.linears}
+            in_blocks = wants_blocks(stored_as, embedding.num_embeddings, width, int8_activations)
+            computed = f"{name}.weight" in outputs and not in_blocks
+            in_file = not computed and weights.path.name == WEIGHTS_FILE
+            rows = (weights.mapped if in_file else weights.read)(f"{name}.weight")
+            embedded = QuantEmbedding(rows, width, stored_as, embedding.padding_idx, scale)
+            embedded.dtype = embedding.weight.dtype
+            model.set_submodule(name, embedded.eval())
+            embeddings[f"{name}.weight"] = embedded.rows
         for name, columns in bar(list(weights.linears.items()), "load linear layers", progress, delay=2):
             ours |= {f"{name}.weight", f"{name}.bias"}
-            tied = embeddings.get(weights.rows_name(name))
-            _put_linear(model, weights, name, columns, int8_activations, tied)
+            tied = embeddings.get(weights.rows_name(name))  # shared, unless the kernel needs them in blocks
+            linear: Any = model.get_submodule(name)
+            stored_as = weights.format_of(name)
+            in_blocks = tied is not None and wants_blocks(stored_as, len(tied), columns, int8_activations)
+            rows = weights.read(weights.rows_name(name)) if tied is None or in_blocks else tied
+            bias = None
+            if linear.bias is not None:
+                weights.spec(f"{name}.bias")  # raises if there is none
+                bias = weights.read_like(f"{name}.bias", linear.bias, torch.float32)
+            made = QuantLinear(rows, bias, columns, stored_as, int8_activations)
+            made.dtype = linear.weight.dtype
+            made.use_blocks()
+            model.set_submodule(name, made.eval())
         trim()  # rows that were copied into blocks
 
         whole = {layer.site.key: layer for layer in plan.layers}
@@ -316,61 +345,12 @@ def load_sparse(
 
         fill(model, ([name for name in names if name not in ours] for names in groups), read, weights.path)
     check_filled(model, weights.path)
-    hf: Any = model
-    if getattr(getattr(model, "config", None), "tie_word_embeddings", False) and any(
-        model.get_submodule(name) is hf.get_output_embeddings() for name in weights.linears
-    ):  # an output layer with its own weights
-        hf.config.tie_word_embeddings = False
+    if getattr(hf, "tie_word_embeddings", False):
+        head = model.get_output_embeddings()  # type: ignore[operator]
+        if any(model.get_submodule(name) is head for name in weights.linears):  # it has its own weights
+            hf.tie_word_embeddings = False
     trim()
     return model
-
-
-def _put_linear(
-    model: nn.Module,
-    weights: QuantizedWeights,
-    name: str,
-    columns: int,
-    int8_activations: bool,
-    tied: torch.Tensor | None,
-) -> None:
-    """Replace a linear layer. ``tied``: rows of an embedding to share, unless the kernel needs them in blocks."""
-    linear: Any = model.get_submodule(name)
-    kind = weights.format_of(name)
-    in_blocks = tied is not None and wants_blocks(kind, len(tied), columns, int8_activations)
-    rows = weights.read(weights.rows_name(name)) if tied is None or in_blocks else tied
-    bias = None
-    if linear.bias is not None:
-        weights.spec(f"{name}.bias")  # raises if there is none
-        bias = weights.read_like(f"{name}.bias", linear.bias, torch.float32)
-    made = QuantLinear(rows, bias, columns, kind, int8_activations)
-    made.dtype = linear.weight.dtype
-    made.use_blocks()
-    model.set_submodule(name, made.eval())
-
-
-def _put_embedding(
-    model: nn.Module, weights: QuantizedWeights, name: str, width: int, int8_activations: bool
-) -> torch.Tensor:
-    """Replace an embedding. Its rows stay in the file, where the system reads those of a prompt's tokens, unless a
-    layer computes with them, or a budget counts them.
-    """
-    embedding: Any = model.get_submodule(name)
-    if not can_stand_for(embedding):
-        raise ArtifactError(
-            f"{name} in {weights.path}",
-            expected="an nn.Embedding, or one with a scale",
-            found=f"a {type(embedding).__name__} in the model",
-            fix="The file is of another model; make the folder again.",
-        )
-    scale = getattr(embedding, "embed_scale", None)
-    kind, tied = weights.format_of(name), {weights.rows_name(linear) for linear in weights.linears}
-    computed = f"{name}.weight" in tied and not wants_blocks(kind, embedding.num_embeddings, width, int8_activations)
-    in_file = not computed and weights.path.name == WEIGHTS_FILE
-    rows = (weights.mapped if in_file else weights.read)(f"{name}.weight")
-    made = QuantEmbedding(rows, width, kind, embedding.padding_idx, scale)
-    made.dtype = embedding.weight.dtype
-    model.set_submodule(name, made.eval())
-    return made.rows
 
 
 def _with_biases(ffn: SparseFFN, weights: QuantizedWeights) -> SparseFFN:

@@ -78,11 +78,9 @@ def check(args: argparse.Namespace, alone: bool = False) -> None:
         else:
             found, command = _KINDS[kind]
         of_floats = kinds == _FLOAT and kind in _OPTIMISED
+        fix = _MADE_OF if of_floats else f"Use: {command.replace('{folder}', str(path))}"
         raise ArtifactError(
-            f"torch-pi2 {verb} {path}",
-            expected=" or ".join(_KINDS[kind][0] for kind in kinds),
-            found=found,
-            fix=_MADE_OF if of_floats else f"Use: {command.replace('{folder}', str(path))}",
+            f"torch-pi2 {verb} {path}", expected=" or ".join(_KINDS[kind][0] for kind in kinds), found=found, fix=fix
         )
 
 

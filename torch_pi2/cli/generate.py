@@ -190,7 +190,16 @@ class Run:
             system = [] if args.system is None else [{"role": "system", "content": args.system}]
             prompt = [*system, {"role": "user", "content": args.prompt}]
         if kind_of(args.bundle) == "bundle":
-            _start_threads(args.threads, args.verbose)
+            # ExecuTorch's pool, which XNNPACK and our delegate share; its messages about CPU information are discarded
+            from torch_pi2.export.executorch import load_library
+
+            load_library()
+            from executorch.extension.pybindings import portable_lib
+
+            with muted(args.verbose):
+                portable_lib._threadpool_get_thread_count()
+                if args.threads is not None:
+                    portable_lib._unsafe_reset_threadpool(args.threads)
         streamed = not args.json and args.num_return_sequences == 1
         before = ["" if args.chat or args.prompt is None else args.prompt]  # written with the first text
 
@@ -256,19 +265,3 @@ def _id(text: str) -> int:
 
 
 _IDS = common.list_of(_id, "token ids")
-
-
-def _start_threads(count: int | None, verbose: bool) -> None:
-    """Start ExecuTorch's thread pool, which XNNPACK and our delegate share, with ``count`` threads or its default.
-
-    Its messages about missing CPU information are discarded.
-    """
-    from torch_pi2.export.executorch import load_library
-
-    load_library()
-    from executorch.extension.pybindings import portable_lib
-
-    with muted(verbose):
-        portable_lib._threadpool_get_thread_count()
-        if count is not None:
-            portable_lib._unsafe_reset_threadpool(count)

@@ -174,7 +174,22 @@ def generate(
     check_vocabulary(model, input_ids)  # the model takes ids, or it would have no decoder
     sequences = [GeneratedSequence(i, seed, max_new_tokens, ends, streamer) for i in range(num_return_sequences)]
     if drafted:
-        result = _speculated(decoder, sequences[0], input_ids, assistant_model, drafted, max_new_tokens)
+        sequence = sequences[0]
+        counts = [drafted] if decoder.compiled else range(1, drafted + 1)
+        source: PromptLookup | Assistant = PromptLookup()
+        if assistant_model is not None:
+            source = Assistant(assistant_model, decoder.model, input_ids.shape[1] + max_new_tokens, decoder.compiled)
+        started = time.perf_counter()
+        logits_V = decoder.prompt(input_ids)[0].cpu()
+        source.read(input_ids)
+        prompt_ms = (time.perf_counter() - started) * 1e3
+        ids = input_ids[0].tolist()
+        if drafted < max_new_tokens - 1:  # else the answer is too short for a pass
+            decoder.compile_passes(drafted + 1)
+        drafts, step_ms = speculate(
+            decoder, sequence, ids, logits_V, lambda row_V: pick(row_V, None), source, Pace(counts), max_new_tokens
+        )
+        result = Generated([sequence.tokens], [1] * len(step_ms), step_ms, prompt_ms, drafts)
     else:
         result = _continued(decoder, sequences, input_ids, sampling, max_new_tokens)
     if pool is not None:
@@ -216,31 +231,6 @@ def _continuation(tokenizer: Any, prompt: list[int], tokens: list[int]) -> str:
         whole.removeprefix(before) if whole.startswith(before) else tokenizer.decode(tokens, skip_special_tokens=True)
     )
     return str(text)
-
-
-def _speculated(
-    decoder: Decoder,
-    sequence: GeneratedSequence,
-    input_ids: torch.Tensor,
-    assistant_model: nn.Module | None,
-    drafted: int,
-    limit: int,
-) -> Generated:
-    counts = [drafted] if decoder.compiled else range(1, drafted + 1)
-    source: PromptLookup | Assistant = PromptLookup()
-    if assistant_model is not None:
-        source = Assistant(assistant_model, decoder.model, input_ids.shape[1] + limit, decoder.compiled)
-    started = time.perf_counter()
-    logits_V = decoder.prompt(input_ids)[0].cpu()
-    source.read(input_ids)
-    prompt_ms = (time.perf_counter() - started) * 1e3
-    pace = Pace(counts)
-    if drafted < limit - 1:  # else the answer is too short for a pass
-        decoder.compile_passes(drafted + 1)
-    drafts, step_ms = speculate(
-        decoder, sequence, input_ids[0].tolist(), logits_V, lambda row_V: pick(row_V, None), source, pace, limit
-    )
-    return Generated([sequence.tokens], [1] * len(step_ms), step_ms, prompt_ms, drafts)
 
 
 def ignored_settings(model: nn.Module) -> list[str]:

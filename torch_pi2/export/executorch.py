@@ -63,11 +63,9 @@ def load_library() -> ctypes.CDLL:
             loaded.pi2_et_stats.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int]
             loaded.pi2_et_stats.restype = ctypes.c_int64
             if loaded.pi2_et_abi() != _ABI:
+                fix = "Install this package again: its parts are of different versions."
                 raise LibraryMissingError(
-                    str(path),
-                    expected=f"interface {_ABI}",
-                    found=str(loaded.pi2_et_abi()),
-                    fix="Install this package again: its parts are of different versions.",
+                    str(path), expected=f"interface {_ABI}", found=str(loaded.pi2_et_abi()), fix=fix
                 )
             _library = loaded
         return _library

@@ -283,11 +283,9 @@ def _check_file(path: Path, entry: FileEntry, what: str, progress: Any = None) -
         whole = what == "all"
         found = FileEntry.of(path, progress) if whole else FileEntry(*crc32c_of_file(path, progress), entry.sha256)
     except OSError as error:
+        fix = "Check its permissions."
         raise ArtifactError(
-            str(path),
-            expected="a file that can be read",
-            found=error.strerror or str(error),
-            fix="Check its permissions.",
+            str(path), expected="a file that can be read", found=error.strerror or str(error), fix=fix
         ) from error
     if found != entry:
         raise differs(sums(entry), f"{sums(found)}: it was changed or damaged")

@@ -94,16 +94,6 @@ def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() or torch.equal(*(x.contiguous().flatten().view(torch.uint8) for x in (a, b)))
 
 
-def _without_gradients(program: torch.export.ExportedProgram) -> None:
-    """Detach the program's parameters: lowering runs our operators, which have no gradients, on fakes of them."""
-    parameters = {name: value for name, value in program.state_dict.items() if isinstance(value, nn.Parameter)}
-    detached = {id(value): nn.Parameter(value.detach(), requires_grad=False) for value in parameters.values()}
-    program.state_dict.update({name: detached[id(value)] for name, value in parameters.items()})
-    for node in program.graph.find_nodes(op="placeholder"):
-        if isinstance(node.meta.get("val"), torch.Tensor):
-            node.meta["val"] = node.meta["val"].detach()
-
-
 @final
 class Pi2Backend(BackendDetails):  # the delegate's name is that of the class
     """Gives each call its blob, and its operator's debug handle for profiles."""
@@ -203,7 +193,15 @@ class Pi2Partitioner(BlobPartitioner):
         self, exported_program: torch.export.ExportedProgram
     ) -> torch.export.ExportedProgram:
         self._check(exported_program)
-        _without_gradients(exported_program)
+        # lowering runs our operators, which have no gradients, on fakes of the parameters
+        parameters = {
+            name: value for name, value in exported_program.state_dict.items() if isinstance(value, nn.Parameter)
+        }
+        detached = {id(value): nn.Parameter(value.detach(), requires_grad=False) for value in parameters.values()}
+        exported_program.state_dict.update({name: detached[id(value)] for name, value in parameters.items()})
+        for node in exported_program.graph.find_nodes(op="placeholder"):
+            if isinstance(node.meta.get("val"), torch.Tensor):
+                node.meta["val"] = node.meta["val"].detach()
         return exported_program
 
     def partition(self, exported_program: torch.export.ExportedProgram) -> PartitionResult:

@@ -44,11 +44,9 @@ def train_matrices(
         CalibrationError: fewer than ``MIN_SAMPLES`` tokens.
     """
     if len(samples) < MIN_SAMPLES:
+        fix = "Collect more tokens; 20000 are a good start."
         raise CalibrationError(
-            "predictor training samples",
-            expected=f"at least {MIN_SAMPLES} tokens",
-            found=str(len(samples)),
-            fix="Collect more tokens; 20000 are a good start.",
+            "predictor training samples", expected=f"at least {MIN_SAMPLES} tokens", found=str(len(samples)), fix=fix
         )
     n, hidden = samples.x_NH.shape
     index = torch.arange(samples.intermediate) if neurons is None else neurons.long()

@@ -76,11 +76,9 @@ def capture(
             fix="Load the weights first (from_pretrained, or load_state_dict(..., assign=True)).",
         )
     if isinstance(model, torch._dynamo.OptimizedModule):
+        fix = "Pass the model before torch.compile, and compile afterwards."
         raise UnsupportedModelError(
-            "model",
-            expected="an ordinary nn.Module",
-            found="the result of torch.compile",
-            fix="Pass the model before torch.compile, and compile afterwards.",
+            "model", expected="an ordinary nn.Module", found="the result of torch.compile", fix=fix
         )
     if not args and not kwargs:
         kwargs = example_inputs(model)

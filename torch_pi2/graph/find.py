@@ -140,7 +140,15 @@ def search(
     sites = [site for site in sites if site.owner not in other]
     refused: Pi2Error | None = None
     if unknown and (strict or not sites):
-        refused = _unknown_activation(model, unknown | other, sites)
+        acts = ", ".join(name for name in ACTIVATIONS if name != "identity")
+        refused = UnsupportedModelError(
+            f"feed-forward layers of {type(model).__name__}",
+            expected=f"act(up), act(gate) * up or act(gate) * act(up) with act one of {acts}",
+            found=named(unknown | other, 3),
+            fix="find_sites(..., strict=False) leaves such layers out, as torch_pi2.optimize leaves them dense."
+            if sites
+            else "This formula is not supported yet, and there is no other feed-forward layer: use the model as it is.",
+        )
     elif not sites:
         refused = _nothing_found(model, all_seen, left | other)
     if refused is not None and needed:
@@ -331,20 +339,6 @@ def _with_unique_keys(sites: Sequence[FFNSite]) -> list[FFNSite]:
             given[site.owner] += 1
         result.append(replace(site, key=key))
     return result
-
-
-def _unknown_activation(
-    model: nn.Module, unknown: Mapping[str, str], sites: Sequence[FFNSite]
-) -> UnsupportedModelError:
-    acts = ", ".join(name for name in ACTIVATIONS if name != "identity")
-    return UnsupportedModelError(
-        f"feed-forward layers of {type(model).__name__}",
-        expected=f"act(up), act(gate) * up or act(gate) * act(up) with act one of {acts}",
-        found=named(unknown, 3),
-        fix="find_sites(..., strict=False) leaves such layers out, as torch_pi2.optimize leaves them dense."
-        if sites
-        else "This formula is not supported yet, and there is no other feed-forward layer: use the model as it is.",
-    )
 
 
 def _nothing_found(model: nn.Module, all_seen: Sequence[Seen], experts: Mapping[str, str]) -> NoFFNFoundError:

@@ -23,11 +23,9 @@ def check_ffn_input(
             lookups.check(site.key)
     for what, dtype in (("input", x.dtype), ("weights", weights)):
         if dtype not in DTYPES.values():
+            fix = "Convert the model with model.float(), or call torch_pi2.restore(model) for other dtypes."
             raise DtypeError(
-                f"{what} of {site.key}",
-                expected="float32, bfloat16 or float16",
-                found=dtype_name(dtype),
-                fix="Convert the model with model.float(), or call torch_pi2.restore(model) for other dtypes.",
+                f"{what} of {site.key}", expected="float32, bfloat16 or float16", found=dtype_name(dtype), fix=fix
             )
     if x.shape[-1] != site.hidden:
         raise ShapeError(

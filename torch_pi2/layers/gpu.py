@@ -108,11 +108,9 @@ def check_gpu_has_kernels(site: FFNSite, weights: str, predictor: str) -> None:
 def check_together(key: str, x: torch.Tensor, rows: torch.Tensor) -> None:
     """Raises DeviceError unless input and neurons are on one device. Neurons on ``meta`` are not checked."""
     if x.device != rows.device and not rows.is_meta:
+        fix = "Move the model and its inputs to one device."
         raise DeviceError(
-            f"input of {key}",
-            expected=f"{rows.device}, where its neurons are",
-            found=str(x.device),
-            fix="Move the model and its inputs to one device.",
+            f"input of {key}", expected=f"{rows.device}, where its neurons are", found=str(x.device), fix=fix
         )
 
 

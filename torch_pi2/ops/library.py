@@ -70,11 +70,9 @@ def load() -> None:
         try:
             _fragment, _gathered_experts = _register_python_parts(), gpu.register_gathered_experts()
         except AttributeError as error:  # an older library without a newer operator
+            fix = "Build it again: 'make install' in a checkout."
             raise LibraryMissingError(
-                f"loading {path}",
-                expected="a library of this version of the code",
-                found=str(error),
-                fix="Build it again: 'make install' in a checkout.",
+                f"loading {path}", expected="a library of this version of the code", found=str(error), fix=fix
             ) from error
 
 
@@ -90,11 +88,9 @@ def _check_instruction_set() -> None:
     wanted = os.environ.get("PI2_CPU_CAPABILITY")
     available, _, selected = torch.ops.pi2.kernel_tables().partition(":")
     if wanted and wanted != selected:
+        fix = "Unset it for the best kernels."
         raise ConfigError(
-            "PI2_CPU_CAPABILITY",
-            expected=f"one of {available} (what this CPU can run)",
-            found=wanted,
-            fix="Unset it for the best kernels.",
+            "PI2_CPU_CAPABILITY", expected=f"one of {available} (what this CPU can run)", found=wanted, fix=fix
         )
 
 

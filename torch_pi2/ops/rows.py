@@ -19,7 +19,9 @@ from torch_pi2.formats import FORMATS, GGML, GROUP, formats_of, has_two_formats,
 def values(rows: torch.Tensor, weights: str, columns: int) -> torch.Tensor:
     """Values of quantised rows, uint8 ``[..., row_bytes]`` -> float32 ``[..., columns]``; exact."""
     if weights in GGML:
-        return _ggml_values(rows, weights)
+        blocks = rows.contiguous().unflatten(-1, (-1, FORMATS[weights].block_bytes))
+        read = {"q4_k": _k, "q5_k": _k, "q6_k": _q6_k}.get(weights, _small)
+        return read(blocks, FORMATS[weights].bits).flatten(-3)
     groups = -(-columns // GROUP)
     split = groups * FORMATS[weights].group_bytes
     stored = rows[..., :split].contiguous()
@@ -53,13 +55,6 @@ def rounded_activations(x: torch.Tensor) -> torch.Tensor:
     steps = torch.where(usable, torch.round(padded * inverse), 0.0)
     scale = torch.where(largest.isfinite(), largest / 127, torch.nan)
     return (steps * scale).flatten(-2)[..., :n]
-
-
-def _ggml_values(rows: torch.Tensor, weights: str) -> torch.Tensor:
-    """Values of ggml rows, uint8 ``[..., row_bytes]`` -> float32 ``[..., columns]``; ggml's own, bit for bit."""
-    blocks = rows.contiguous().unflatten(-1, (-1, FORMATS[weights].block_bytes))
-    read = {"q4_k": _k, "q5_k": _k, "q6_k": _q6_k}.get(weights, _small)
-    return read(blocks, FORMATS[weights].bits).flatten(-3)
 
 
 def _floats(two_bytes: torch.Tensor) -> torch.Tensor:

@@ -61,7 +61,28 @@ class Request:
 
     @cached_property
     def offload(self) -> OffloadConfig:
-        return read_settings(self.shape, self.hardware)
+        """How the store is read from the drive.
+
+        * ``io_threads``: the queue depth with the most reads per second of a slot. ``in_flight``: no more than that.
+        * ``run_bytes``: the smallest power of two from 64 KiB with 90 % of the best bandwidth.
+        * ``gap_bytes``: bytes the drive transfers in the overhead of a read; shorter gaps are read along.
+        """
+        default, slot = OffloadConfig(), self.shape.place_bytes
+        reads, whole = self.hardware.reads, self.shape.store_bytes
+        depth = reads.best_depth(slot, whole)
+        sizes = (slot, *(1 << n for n in range(16, 21)))
+        us = {size: reads.us(_READS, size, whole, depth) / _READS for size in sizes}
+        us_per_byte = (us[_LONGEST_RUN] - us[slot]) / max(1, _LONGEST_RUN - slot)
+        fixed_us = max(0.0, us[slot] - us_per_byte * slot)
+        gap = int(fixed_us / us_per_byte) if us_per_byte > 0 else _LONGEST_GAP
+        speed = {size: size / us[size] for size in us if size >= 1 << 16}
+        run = next(size for size in sorted(speed) if speed[size] >= _ENOUGH * max(speed.values()))
+        return OffloadConfig(
+            io_threads=depth,
+            in_flight=max(2, min(default.in_flight, depth)),
+            run_bytes=max(run, slot),
+            gap_bytes=min(_LONGEST_GAP, gap // _SECTOR * _SECTOR),
+        )
 
     @property
     def groups(self) -> list[tuple[int, ...]]:
@@ -113,31 +134,6 @@ class Request:
         return tuple(
             min(int(share * y.slots) * y.cluster, (y.intermediate - n) // y.cluster * y.cluster) for y, n in pairs
         )
-
-
-def read_settings(shape: ModelShape, hardware: Hardware) -> OffloadConfig:
-    """How a store of ``shape`` is read from the drive of ``hardware``.
-
-    * ``io_threads``: the queue depth with the most reads per second of a slot. ``in_flight``: no more than that.
-    * ``run_bytes``: the smallest power of two from 64 KiB with 90 % of the best bandwidth.
-    * ``gap_bytes``: bytes the drive transfers in the overhead of a read; shorter gaps are read along.
-    """
-    default, slot = OffloadConfig(), shape.place_bytes
-    reads, whole = hardware.reads, shape.store_bytes
-    depth = reads.best_depth(slot, whole)
-    sizes = (slot, *(1 << n for n in range(16, 21)))
-    us = {size: reads.us(_READS, size, whole, depth) / _READS for size in sizes}
-    us_per_byte = (us[_LONGEST_RUN] - us[slot]) / max(1, _LONGEST_RUN - slot)
-    fixed_us = max(0.0, us[slot] - us_per_byte * slot)
-    gap = int(fixed_us / us_per_byte) if us_per_byte > 0 else _LONGEST_GAP
-    speed = {size: size / us[size] for size in us if size >= 1 << 16}
-    run = next(size for size in sorted(speed) if speed[size] >= _ENOUGH * max(speed.values()))
-    return OffloadConfig(
-        io_threads=depth,
-        in_flight=max(2, min(default.in_flight, depth)),
-        run_bytes=max(run, slot),
-        gap_bytes=min(_LONGEST_GAP, gap // _SECTOR * _SECTOR),
-    )
 
 
 def _refused(name: str, expected: str, value: object) -> ConfigError:

@@ -45,11 +45,9 @@ def layer_tensors(
     for name, (shape, dtype) in wanted.items():
         tensor = found.get(name)
         if tensor is not None and tuple(tensor.shape) != shape:
+            fix = "It was made for another layer."
             raise ShapeError(
-                f"predictor {name} of {site.key}",
-                expected=str(shape),
-                found=str(tuple(tensor.shape)),
-                fix="It was made for another layer.",
+                f"predictor {name} of {site.key}", expected=str(shape), found=str(tuple(tensor.shape)), fix=fix
             )
         if tensor is not None and tensor.dtype != dtype:
             fix = "Use a predictor made by torch_pi2.fit."

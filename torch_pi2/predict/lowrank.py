@@ -91,7 +91,25 @@ class LowRank:
         """A layer's part of :meth:`tensors` (of either class) for its ``cold`` neurons. Raises as ``layer_tensors``."""
         a = (tensors or {}).get("a")
         if a is not None and a.dtype == torch.uint8:
-            return _rows_of_cold(site, cold, tensors, a, int8_activations)
+            # quantised rows, whose length implies the format
+            rank = len(a)
+            weights = next((k for k in QUANTIZED if a.shape[1:] == (row_bytes(k, site.hidden),)), QUANTIZED[0])
+            wanted = _of_rows(weights, rank, site.intermediate, site.hidden)
+            found = layer_tensors(site, LowRank.kind, tensors, wanted)
+            b = found["b"]
+            kept = {"bias": found["bias"][cold]} if "bias" in found else {}
+            filled = torch.cat((cold.new_zeros(-len(cold) % ROWS), cold))
+            sizes = ((rank, site.hidden), (len(filled), rank))
+            if not all(wants_blocks(weights, rows, columns, int8_activations) for rows, columns in sizes):
+                return Cold("lowrank_q", {"a": a.clone(), "b": b[cold]} | kept, weights)
+            kept.setdefault("bias", torch.zeros(len(cold)))
+            b = b[filled]
+            both = new_tensor((a.numel() + b.numel(),), torch.uint8)  # either alone is often too small for huge pages
+            for name, rows, columns, memory in zip(
+                "ab", (a, b), (site.hidden, rank), both.split([a.numel(), b.numel()])
+            ):
+                kept[name] = memory.view(rows.shape).copy_(to_blocks(rows, weights, columns))
+            return Cold("lowrank_q", kept, weights, in_blocks=True)
         wanted = _of_int8(0 if a is None else len(a), site.intermediate, site.hidden)
         found = layer_tensors(site, LowRank.kind, tensors, wanted)
         kept = {n: (t[cold] if n in LowRank.per_neuron else t.clone()).contiguous() for n, t in found.items()}
@@ -154,32 +172,6 @@ def _check_tensors(tensors: Mapping[str, torch.Tensor], wanted: _Table, expected
             found=", ".join(f"{name} {dtype_name(t.dtype)} {list(t.shape)}" for name, t in tensors.items()) or "none",
             fix="The file is damaged; fit the predictors again.",
         )
-
-
-def _rows_of_cold(
-    site: FFNSite,
-    cold: torch.Tensor,
-    tensors: Mapping[str, torch.Tensor] | None,
-    a: torch.Tensor,
-    int8_activations: bool,
-) -> Cold:
-    """:meth:`LowRank.of_cold` of quantised rows, whose length implies the format."""
-    rank = len(a)
-    weights = next((k for k in QUANTIZED if a.shape[1:] == (row_bytes(k, site.hidden),)), QUANTIZED[0])
-    wanted = _of_rows(weights, rank, site.intermediate, site.hidden)
-    found = layer_tensors(site, LowRank.kind, tensors, wanted)
-    b = found["b"]
-    kept = {"bias": found["bias"][cold]} if "bias" in found else {}
-    filled = torch.cat((cold.new_zeros(-len(cold) % ROWS), cold))
-    sizes = ((rank, site.hidden), (len(filled), rank))
-    if not all(wants_blocks(weights, rows, columns, int8_activations) for rows, columns in sizes):
-        return Cold("lowrank_q", {"a": a.clone(), "b": b[cold]} | kept, weights)
-    kept.setdefault("bias", torch.zeros(len(cold)))
-    b = b[filled]
-    both = new_tensor((a.numel() + b.numel(),), torch.uint8)  # either alone is often too small for huge pages
-    for name, rows, columns, memory in zip("ab", (a, b), (site.hidden, rank), both.split([a.numel(), b.numel()])):
-        kept[name] = memory.view(rows.shape).copy_(to_blocks(rows, weights, columns))
-    return Cold("lowrank_q", kept, weights, in_blocks=True)
 
 
 class LowRankRows(LowRank):

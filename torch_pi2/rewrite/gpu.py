@@ -125,27 +125,33 @@ def hot_on_gpu(model: nn.Module, memory_bytes: int, link: TransferBuffer | None 
     parts = handle if isinstance(handle, SparseState) else None
     there = None if parts is None else _planned(found, parts.plan, room_bytes)
     if there is None:
-        there = _most_wanted(found, None if parts is None else parts.stats or stored_stats(model), room_bytes)
+        # the most frequent neurons and experts that fit
+        stats = None if parts is None else parts.stats or stored_stats(model)
+        ranked = [_experts(h, stats) if isinstance(h, SparseExperts) else _neurons(h, stats) for h in found]
+        rank = torch.cat([rank for rank, _ in ranked])
+        nbytes = torch.cat([torch.full((len(rank),), nbytes, dtype=torch.int64) for rank, nbytes in ranked])
+        by_rank = rank.argsort(descending=True, stable=True)
+        taken = torch.zeros(len(by_rank), dtype=torch.bool)
+        taken[by_rank] = nbytes[by_rank].cumsum(0) <= room_bytes
+        there = [
+            part.nonzero().flatten().tolist() if isinstance(home, SparseExperts) else [int(part.sum())]
+            for home, part in zip(found, taken.split([len(rank) for rank, _ in ranked]), strict=True)
+        ]
     link = link or TransferBuffer(torch.device("cuda", torch.cuda.current_device()))
     with _or_here(model, memory_bytes, link.device):
         for home, units in zip(found, there, strict=True):
-            _split_off(home, units, link)
+            if isinstance(home, SparseExperts):
+                home.split_off(units, link, _stored_experts(home, units))
+            else:
+                (count,) = units
+                if not home.in_memory and count < home.site.intermediate:
+                    count = count // HybridFFN.CHUNK * HybridFFN.CHUNK
+                neuron_rows = None
+                if isinstance(home, OffloadedFFN):
+                    with StoreReader(home.store.path) as reader:
+                        neuron_rows = reader.as_computed(reader.read_layer(home.store_layer, (0, count)))
+                home.split_off(count, link, neuron_rows)
         model.to(link.device)
-
-
-def _split_off(home: SparseFFN | SparseExperts, there: Sequence[int], link: TransferBuffer) -> None:
-    """``there``: ``[number of first neurons]``, or the experts, to put on the GPU."""
-    if isinstance(home, SparseExperts):
-        home.split_off(there, link, _stored_experts(home, there))
-    else:
-        (count,) = there
-        if not home.in_memory and count < home.site.intermediate:
-            count = count // HybridFFN.CHUNK * HybridFFN.CHUNK
-        neuron_rows = None
-        if isinstance(home, OffloadedFFN):
-            with StoreReader(home.store.path) as reader:
-                neuron_rows = reader.as_computed(reader.read_layer(home.store_layer, (0, count)))
-        home.split_off(count, link, neuron_rows)
 
 
 def _stored_experts(home: SparseExperts, there: Sequence[int]) -> torch.Tensor | None:
@@ -184,23 +190,6 @@ def neuron_bytes(layer: SparseFFN) -> int:
     """Bytes of one neuron on a GPU, with its share of biases, order and predictor."""
     held = sum(t.nbytes for name, t in layer.named_buffers() if name not in ("bias_down", "inverse"))
     return held // layer.site.intermediate
-
-
-def _most_wanted(
-    found: Sequence[SparseFFN | SparseExperts], stats: ActivationStats | None, room_bytes: int
-) -> list[list[int]]:
-    """The most frequent units that fit: the number of first neurons per layer, or the experts per mixture."""
-    units = [_experts(h, stats) if isinstance(h, SparseExperts) else _neurons(h, stats) for h in found]
-    rank = torch.cat([rank for rank, _ in units])
-    nbytes = torch.cat([torch.full((len(rank),), nbytes, dtype=torch.int64) for rank, nbytes in units])
-    by_rank = rank.argsort(descending=True, stable=True)
-    taken = torch.zeros(len(by_rank), dtype=torch.bool)
-    taken[by_rank] = nbytes[by_rank].cumsum(0) <= room_bytes
-    parts = taken.split([len(rank) for rank, _ in units])
-    return [
-        part.nonzero().flatten().tolist() if isinstance(home, SparseExperts) else [int(part.sum())]
-        for home, part in zip(found, parts, strict=True)
-    ]
 
 
 def _neurons(layer: SparseFFN, stats: ActivationStats | None) -> tuple[torch.Tensor, int]:

@@ -39,11 +39,9 @@ def check_names(model: nn.Module, plan: Plan) -> None:
         named.append((f"module {owner} that holds all parameters of {site.key}", within))
         for what, good in named:
             if not good:
+                fix = "Make a new plan for this model."
                 raise StaleArtifactError(
-                    "plan",
-                    expected=f"a model with a {what}",
-                    found=f"{type(model).__name__} without one",
-                    fix="Make a new plan for this model.",
+                    "plan", expected=f"a model with a {what}", found=f"{type(model).__name__} without one", fix=fix
                 )
 
 

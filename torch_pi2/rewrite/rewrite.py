@@ -266,11 +266,9 @@ def _storage(
     """How ``config`` stores weights, and the linear layers to quantise, all checked."""
     weighted = config.quantization == "weighted"
     if config.quantization != "rtn" and not data:
+        fix = "Pass calibration=..., or leave quantization out."
         raise CalibrationError(
-            f"optimize(quantization='{config.quantization}')",
-            expected="calibration data",
-            found="none",
-            fix="Pass calibration=..., or leave quantization out.",
+            f"optimize(quantization='{config.quantization}')", expected="calibration data", found="none", fix=fix
         )
     linears, _ = find_linears(model, sites, data[0] if data else None)
     check_some(f"quantising {type(model).__name__}", sites, linears)

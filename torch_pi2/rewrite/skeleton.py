@@ -192,11 +192,9 @@ def fill(
 
 
 def _without_value(model: nn.Module, name: str, where: str | Path) -> ArtifactError:
+    fix = "Name the class that was saved as architectures in config.json, or make the folder again."
     return ArtifactError(
-        str(where),
-        expected=f"a value for every tensor of {type(model).__name__}",
-        found=f"none for {name}",
-        fix="Name the class that was saved as architectures in config.json, or make the folder again.",
+        str(where), expected=f"a value for every tensor of {type(model).__name__}", found=f"none for {name}", fix=fix
     )
 
 

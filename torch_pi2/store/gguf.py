@@ -295,11 +295,9 @@ class GgufFile(OpenFile):
     def tensor(self, name: str) -> GgufTensor:
         """Raises ArtifactError: there is no such tensor."""
         if name not in self.tensors:
+            fix = "The file is not whole, or of a model that is not what its metadata says."
             raise ArtifactError(
-                str(self.path),
-                expected=f"a tensor {name}",
-                found=f"{len(self.tensors)} others",
-                fix="The file is not whole, or of a model that is not what its metadata says.",
+                str(self.path), expected=f"a tensor {name}", found=f"{len(self.tensors)} others", fix=fix
             )
         return self.tensors[name]
 

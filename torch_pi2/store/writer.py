@@ -169,11 +169,9 @@ class StoreAssembly:
         try:
             model_hash = hash_bytes(self._plan.model_hash)
         except ValueError as error:
+            fix = "Make the folder again."
             raise ArtifactError(
-                "the plan of a store",
-                expected="a hexadecimal model_hash",
-                found=repr(self._plan.model_hash),
-                fix="Make the folder again.",
+                "the plan of a store", expected="a hexadecimal model_hash", found=repr(self._plan.model_hash), fix=fix
             ) from error
         return Superblock(out.file_bytes, model_hash, tuple(entries))
 

@@ -35,7 +35,10 @@ def student_of(dense: Any, activation: str) -> tuple[Any, list[FFNSite], Code | 
         if activation == "drelu":
             code = drelu_code(dense, sites)
             kind, config = code.model_class, code.config
-        named = _name_relu(config)
+        text = config.get_text_config()
+        named = [name for name in _ACTIVATION_FIELDS if isinstance(getattr(text, name, None), str)]
+        for name in named:
+            setattr(text, name, "relu")
         sites = _sites(kind, config)
         _check(sites, kind, named, activation)
     with torch.random.fork_rng(devices=[]):
@@ -58,15 +61,6 @@ def _sites(kind: Any, config: Any) -> list[FFNSite]:
             fix="A router chooses among their neurons already; torch_pi2.optimize takes the model as it is.",
         )
     return sites
-
-
-def _name_relu(config: Any) -> list[str]:
-    """Set the FFN activation in ``config`` to ReLU; returns the names of the changed fields."""
-    text = config.get_text_config()
-    named = [name for name in _ACTIVATION_FIELDS if isinstance(getattr(text, name, None), str)]
-    for name in named:
-        setattr(text, name, "relu")
-    return named
 
 
 def _check(sites: Sequence[FFNSite], kind: Any, named: Sequence[str], activation: str) -> None:

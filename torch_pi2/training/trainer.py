@@ -62,7 +62,8 @@ class SparseLoss:
         if self.teacher is not None:
             with torch.no_grad():
                 wanted_BTV = self.teacher(input_ids=labels, use_cache=False).logits
-            divergence = _divergence(outputs.logits, wanted_BTV)
+            found, wanted = (F.log_softmax(logits[:, :-1].float(), -1) for logits in (outputs.logits, wanted_BTV))
+            divergence = F.kl_div(found, wanted, reduction="none", log_target=True).sum(-1).mean()
             loss = (1 - share) * nats + share * divergence
         penalty, shares_L = self.zeros.take()
         seen = torch.cat([torch.stack([nats, divergence, penalty]), shares_L]).detach()
@@ -76,12 +77,6 @@ class SparseLoss:
         found: list[float] = (accelerator.reduce(self.sums, "mean") / self.passes).tolist()
         self.sums, self.passes = None, 0
         return found
-
-
-def _divergence(logits_BTV: torch.Tensor, wanted_BTV: torch.Tensor) -> torch.Tensor:
-    """Kullback-Leibler divergence of the predictions from the teacher's, in nats per token."""
-    found, wanted = (F.log_softmax(logits[:, :-1].float(), -1) for logits in (logits_BTV, wanted_BTV))
-    return F.kl_div(found, wanted, reduction="none", log_target=True).sum(-1).mean()
 
 
 class Steering:
@@ -178,11 +173,9 @@ def training_arguments(settings: SparsifySettings, folder: Path, steps: int) -> 
             dataloader_drop_last=True,
         )
     except ValueError as error:
+        fix = "Pass bf16=False."
         raise ConfigError(
-            "sparsify(bf16=True)",
-            expected="a device that computes in bfloat16",
-            found=str(error),
-            fix="Pass bf16=False.",
+            "sparsify(bf16=True)", expected="a device that computes in bfloat16", found=str(error), fix=fix
         ) from error
     shared = settings.accumulate * arguments.world_size
     if settings.batch % shared:

@@ -8,7 +8,7 @@ dividing the weights: NPU and PyTorch then differ (3e-2 of the output). Here sca
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -106,7 +106,21 @@ def calibrate(
     made, scales = copy.deepcopy(module), Scales()
     grid = NpuGrid(block)
     for names in _levels(module):
-        moments = _moments(module, made, names, inputs)
+        # moments of the inputs, shared by layers with the same input
+        moments: dict[str, Moments] = {}
+        for one in inputs:
+            runs = [_Seen(module, names) for module in (made, module)]
+            for run in runs:
+                run.run(*one)
+            added: dict[int, Moments] = {}
+            for name in names:
+                x, y = (run.inputs[name] for run in runs)
+                if x.data_ptr() in added:
+                    moments.setdefault(name, added[x.data_ptr()])
+                    continue
+                own = moments.setdefault(name, Moments(x.shape[-1]))
+                own.add(x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1]))
+                added[x.data_ptr()] = own
         solvers: dict[int, Solver] = {}
         for name in names:
             of_input = moments[name]
@@ -146,27 +160,3 @@ class _Seen(torch.fx.Interpreter):
             if weight.target in self.names:
                 self.inputs[str(weight.target)] = self.env[x]
         return super().run_node(n)
-
-
-def _moments(
-    floats: torch.fx.GraphModule,
-    made: torch.fx.GraphModule,
-    names: Sequence[str],
-    inputs: Sequence[tuple[torch.Tensor, ...]],
-) -> Mapping[str, Moments]:
-    """Moments of the inputs of the named layers, shared by layers with the same input."""
-    moments: dict[str, Moments] = {}
-    for one in inputs:
-        runs = [_Seen(module, names) for module in (made, floats)]
-        for run in runs:
-            run.run(*one)
-        added: dict[int, Moments] = {}
-        for name in names:
-            x, y = (run.inputs[name] for run in runs)
-            if x.data_ptr() in added:
-                moments.setdefault(name, added[x.data_ptr()])
-                continue
-            own = moments.setdefault(name, Moments(x.shape[-1]))
-            own.add(x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1]))
-            added[x.data_ptr()] = own
-    return moments
