@@ -109,7 +109,7 @@ def calibrate(
         # moments of the inputs, shared by layers with the same input
         moments: dict[str, Moments] = {}
         for one in inputs:
-            runs = [_Seen(module, names) for module in (made, module)]
+            runs = [_Seen(each, names) for each in (made, module)]
             for run in runs:
                 run.run(*one)
             added: dict[int, Moments] = {}
