@@ -187,7 +187,11 @@ class Field:
         if origin is not None:  # Mapping[str, X]
             return {key: item.take(arguments[1], limits) for key, item in self.each().items()}
         if is_dataclass(hint):
-            return self._dataclass(typing.cast(type, hint))
+            kind = typing.cast(type, hint)
+            known, hints = _public_fields(kind), _hints(typing.cast(Any, kind))
+            later = [f.name for f in known if _limits(f).optional]
+            present = self.names([f.name for f in known if f.name not in later], later)
+            return kind(**{f.name: self.at(f.name).take(hints[f.name], _limits(f)) for f in known if f.name in present})
         if hint is str:
             return self.text(limits.choices, empty=True)
         if hint is bool:
@@ -195,12 +199,6 @@ class Field:
         if hint is float:
             return self.number(limits.least, limits.most, above=limits.above, below=limits.below)
         return self.whole(int(limits.least), int(limits.most)) if hint is int else self.value
-
-    def _dataclass(self, kind: type[T]) -> T:
-        known, hints = _public_fields(kind), _hints(typing.cast(Any, kind))
-        later = [f.name for f in known if _limits(f).optional]
-        present = self.names([f.name for f in known if f.name not in later], later)
-        return kind(**{f.name: self.at(f.name).take(hints[f.name], _limits(f)) for f in known if f.name in present})
 
 
 def _is_whole(value: object) -> bool:

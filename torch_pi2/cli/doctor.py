@@ -53,6 +53,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     target = None if args.target is None else _target(args.target, args.compile)
     library = _library()
     profile = _hardware(args) if args.measure or library["loaded"] else None
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.is_file() else ""
+    name = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
+    have = set(flags.group(1).split()) if flags else set()
+    cpu = {
+        "name": name.group(1) if name else platform.processor() or platform.machine(),
+        "features": [flag for flag in _FLAGS if flag in have],
+    }
     return {
         "ok": library["loaded"] and not (target and target["problems"]),
         "versions": {
@@ -61,7 +70,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             **{name: _version(name) for name in _PACKAGES},
         },
         "platform": platform.platform(),
-        "cpu": _cpu(),
+        "cpu": cpu,
         "cores": cores(),
         "threads": torch.get_num_threads(),
         "library": library,
@@ -132,19 +141,6 @@ def _version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _cpu() -> dict[str, Any]:
-    """Name and known flags, from /proc/cpuinfo; elsewhere the name that Python knows."""
-    info = Path("/proc/cpuinfo")
-    text = info.read_text() if info.is_file() else ""
-    name = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
-    have = set(flags.group(1).split()) if flags else set()
-    return {
-        "name": name.group(1) if name else platform.processor() or platform.machine(),
-        "features": [flag for flag in _FLAGS if flag in have],
-    }
 
 
 def _library() -> dict[str, Any]:

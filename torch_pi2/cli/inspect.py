@@ -11,7 +11,7 @@ import math
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,9 +20,7 @@ from torch_pi2.cli import common, verdict
 from torch_pi2.errors import ArtifactError, ConfigError, LibraryMissingError, Pi2Error
 
 if TYPE_CHECKING:
-    from torch_pi2.predict.file import FittedPredictors
     from torch_pi2.types.plan import Plan
-    from torch_pi2.types.stats import ActivationStats
 
 #: Keys of experts. A mixture has thousands: a table has one line per block.
 _EXPERT = re.compile(r"^(.*experts)\.\d+$")
@@ -75,8 +73,10 @@ def describe(folder: Path, verify: bool = False, progress: bool = True) -> dict[
     with their checksums; ``progress``: with a bar in a terminal. Raises ArtifactError: not a folder of torch_pi2, or a
     damaged file. ConfigError: there is nothing to verify.
     """
+    from torch_pi2.base.fields import to_json
     from torch_pi2.store.parts import Parts
     from torch_pi2.store.storefile import STORE_FILE, open_weights, weights_path
+    from torch_pi2.types.stats import LossCurve
 
     if (folder / "manifest.json").is_file():
         return describe_bundle(folder, verify, progress)
@@ -97,36 +97,6 @@ def describe(folder: Path, verify: bool = False, progress: bool = True) -> dict[
         plan = parts.plan() if parts.has("plan") else None
         here = plan if plan is None or parts.shard is None else parts.shard.plan(plan)
     layers: dict[str, dict[str, Any]] = {}
-    for found in (*_of_layers(stats, predictors, here), slots):
-        for key, facts in found.items():
-            layers.setdefault(key, {"key": key}).update(facts)
-    matrices: dict[str, int] = {}  # format -> number of linear layers and embeddings
-    if weights_path(inner) is not None:
-        with open_weights(inner) as weights:
-            matrices = dict(Counter(weights.format_of(name) for name in (*weights.linears, *weights.embeddings)))
-    report = predictors.report.to_json() if predictors.report else None
-    files = {p.name: p.stat().st_size for p in sorted(inner.iterdir()) if p.is_file()}
-    kinds = ["model"] if inner != folder else []
-    return {
-        "contains": kinds + present + (["store"] if store else []),
-        "files": files,
-        "bytes": sum(files.values()),
-        "verified_bytes": verified,
-        "layers": list(layers.values()),
-        "left": plan.made_by.get("left", {}) if plan else {},
-        "store": store or None,
-        "budget": _budget(folder, inner / STORE_FILE, plan, predictors) if has_store and plan else None,
-        "matrices": matrices,
-        "thresholds": _budget_of_loss(plan, stats),
-        "fit": report and {name: report[name] for name in ("change", "tolerance", "met", "skipped", "tokens")},
-        "verdict": verdict.as_json(folder, None if plan is None else plan.model_hash),
-    }
-
-
-def _of_layers(
-    stats: ActivationStats | None, predictors: FittedPredictors, plan: Plan | None
-) -> tuple[dict[str, dict[str, Any]], ...]:
-    """Facts by layer: from statistics, from predictors, and from the plan."""
     fired = {
         s.key: {"neurons": s.intermediate, "tokens": s.tokens, "sparsity": s.sparsity, "active_share": s.active_share}
         | ({} if s.experts is None else {"borrowed_tokens": s.borrowed})
@@ -144,19 +114,34 @@ def _of_layers(
             "threshold": layer.threshold,
             "expected_active": layer.expected_active,
         }
-        for layer in (plan.layers if plan else ())
+        for layer in (here.layers if here else ())
     }
-    return fired, cards, chosen
-
-
-def _budget_of_loss(plan: Plan | None, stats: ActivationStats | None) -> dict[str, Any] | None:
-    """The loss curve that thresholds were chosen by; None: they were not chosen by ``--max-loss``."""
-    from torch_pi2.base.fields import to_json
-    from torch_pi2.types.stats import LossCurve
-
+    for found in (fired, cards, chosen, slots):
+        for key, facts in found.items():
+            layers.setdefault(key, {"key": key}).update(facts)
+    matrices: dict[str, int] = {}  # format -> number of linear layers and embeddings
+    if weights_path(inner) is not None:
+        with open_weights(inner) as weights:
+            matrices = dict(Counter(weights.format_of(name) for name in (*weights.linears, *weights.embeddings)))
+    report = predictors.report.to_json() if predictors.report else None
+    files = {p.name: p.stat().st_size for p in sorted(inner.iterdir()) if p.is_file()}
+    kinds = ["model"] if inner != folder else []
     made_by = stats.made_by if plan is None and stats else plan.made_by.get("stats") if plan else None
     curve = LossCurve.of(made_by, "statistics of the plan") if isinstance(made_by, dict) else None
-    return None if curve is None else to_json(curve)
+    return {
+        "contains": kinds + present + (["store"] if store else []),
+        "files": files,
+        "bytes": sum(files.values()),
+        "verified_bytes": verified,
+        "layers": list(layers.values()),
+        "left": plan.made_by.get("left", {}) if plan else {},
+        "store": store or None,
+        "budget": _budget(folder, inner / STORE_FILE, plan, predictors) if has_store and plan else None,
+        "matrices": matrices,
+        "thresholds": None if curve is None else to_json(curve),  # as --max-loss chose them
+        "fit": report and {name: report[name] for name in ("change", "tolerance", "met", "skipped", "tokens")},
+        "verdict": verdict.as_json(folder, None if plan is None else plan.model_hash),
+    }
 
 
 def _budget(folder: Path, store: Path, plan: Plan, predictors: Mapping[str, Any]) -> dict[str, Any]:
@@ -219,7 +204,17 @@ def _store(path: Path, verify: bool, progress: bool) -> tuple[dict[str, Any], di
 def _render_folder(result: dict[str, Any]) -> str:
     files = ", ".join(f"{name} {common.size(count)}" for name, count in result["files"].items())
     none = "no layers of neurons: every matrix is read whole"
-    layers = common.records(_by_block(result["layers"]), _COLUMNS) if result["layers"] else none
+    rows = []  # all experts of a block as one row KEY.0-7 of means (bytes: sums)
+    for _, group in groupby(result["layers"], key=lambda layer: _EXPERT.sub(r"\1", layer["key"])):
+        first, *others = group
+        row = dict(first)
+        if others:
+            row["key"] += f"-{others[-1]['key'].rpartition('.')[2]}"
+            for field in _COLUMNS[1:]:
+                if values := [layer[field] for layer in (first, *others) if layer.get(field) is not None]:
+                    row[field] = _of_all(field, values)
+        rows.append(row)
+    layers = common.records(rows, _COLUMNS) if rows else none
     lines = [f"{', '.join(result['contains'])}: {files}", layers]
     lines += _stays_dense(result["left"])
     if result["matrices"]:
@@ -257,21 +252,6 @@ def _without_verdict(result: dict[str, Any]) -> str:
             "; import it with --neurons all for torch-pi2 pack, which makes models for less memory than their weights"
         )
     return f"\nverdict:  {known} ({fix})"
-
-
-def _by_block(layers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """``layers``, with all experts of a block as one row ``KEY.0-7`` of means (bytes: sums)."""
-    rows = []
-    for _, group in groupby(layers, key=lambda layer: _EXPERT.sub(r"\1", layer["key"])):
-        first, *others = group
-        row = dict(first)
-        if others:
-            row["key"] += f"-{others[-1]['key'].rpartition('.')[2]}"
-            for field in _COLUMNS[1:]:
-                if values := [layer[field] for layer in (first, *others) if layer.get(field) is not None]:
-                    row[field] = _of_all(field, values)
-        rows.append(row)
-    return rows
 
 
 def _of_all(field: str, values: list[Any]) -> Any:

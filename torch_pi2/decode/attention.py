@@ -91,16 +91,6 @@ def adds_masks(config: Any) -> bool:
     return getattr(config, "_attn_implementation", None) == "eager"
 
 
-def _is_usual_sdpa() -> bool:
-    from transformers.integrations import sdpa_attention
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    kernel = torch.nn.functional.scaled_dot_product_attention
-    used = ALL_ATTENTION_FUNCTIONS.get("sdpa"), ALL_MASK_ATTENTION_FUNCTIONS.get("sdpa"), kernel
-    return used == (sdpa_attention.sdpa_attention_forward, sdpa_mask, torch._C._nn.scaled_dot_product_attention)
-
-
 @contextmanager
 def packed_attention(model: torch.nn.Module) -> Iterator[None]:
     """While this is entered, a Hugging Face ``model`` that uses ``sdpa``, or has sinks, uses :func:`packed_sdpa`.
@@ -109,7 +99,9 @@ def packed_attention(model: torch.nn.Module) -> Iterator[None]:
     (Falcon's), and all if ``sdpa``, or PyTorch's function that it calls, has been replaced.
     """
     from transformers import AttentionInterface, PreTrainedModel
-    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface, sdpa_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     deaf = {id(part.config) for part in parts if not part._supports_attention_backend}
@@ -119,7 +111,9 @@ def packed_attention(model: torch.nn.Module) -> Iterator[None]:
     AttentionMaskInterface.register(NAME, sdpa_mask)
     with _lock:
         sinks = any(map(adds_masks, configs)) and has_sinks(model)  # called in each step, and a model has many modules
-        replaceable = _is_usual_sdpa()
+        kernel = torch.nn.functional.scaled_dot_product_attention
+        used = ALL_ATTENTION_FUNCTIONS.get("sdpa"), ALL_MASK_ATTENTION_FUNCTIONS.get("sdpa"), kernel
+        replaceable = used == (sdpa_attention_forward, sdpa_mask, torch._C._nn.scaled_dot_product_attention)
         changed = [c for c in configs if (uses_sdpa(c) and replaceable) or (sinks and adds_masks(c))]
         for config in changed:
             users, before = USERS.get(id(config), (0, config._attn_implementation))

@@ -72,7 +72,13 @@ class DecoderPool:
             same = decoder.attach(model) and kind == _kind(model)  # a shallow copy has the decoder of another model
             if same and decoder.rows >= sequences and decoder.max_tokens >= tokens:
                 return decoder
-        return decoder_for(model, _rounded(model, tokens), sequences)
+        # a size that fits later answers too; on the CPU only the used part takes memory
+        if device_of(model).type == "cpu":
+            more = max(_LEAST_TOKENS, 1 << (tokens - 1).bit_length())
+        else:
+            more = -(-tokens // _LEAST_TOKENS) * _LEAST_TOKENS
+        rounded = max(tokens, min(more, most_positions(model)))
+        return decoder_for(model, rounded, sequences)
 
     def release(self, decoder: Decoder) -> None:
         """Keep ``decoder`` for the next call of :meth:`acquire`."""
@@ -80,15 +86,6 @@ class DecoderPool:
             kind = _kind(decoder.model)
             decoder.detach()
             self._free[:] = [(decoder, kind)]
-
-
-def _rounded(model: nn.Module, tokens: int) -> int:
-    """A size that fits later answers too; on the CPU only the used part takes memory."""
-    if device_of(model).type == "cpu":
-        more = max(_LEAST_TOKENS, 1 << (tokens - 1).bit_length())
-    else:
-        more = -(-tokens // _LEAST_TOKENS) * _LEAST_TOKENS
-    return max(tokens, min(more, most_positions(model)))
 
 
 def _kind(model: nn.Module) -> object:

@@ -108,7 +108,13 @@ def check_ranks(ranks: int, shares: Sequence[float] | None) -> None:
 def _chunks(layer: LayerPlan, shares: Sequence[float]) -> list[tuple[int, ...]]:
     """Chunks of a layer for each machine: the heaviest first, to the machine with least work for its share."""
     size = chunk_neurons(layer.site.intermediate)
-    work = [float(part.sum()) for part in _work(layer).split(size)]
+    # the share of its rows that a token reads, by neuron in plan order; hot neurons always fire
+    hot = torch.arange(layer.site.intermediate) < layer.n_hot
+    rows = layer.site.rows_per_neuron
+    decided = 0 if layer.method in PREDICTED else 1  # by its first row
+    fires = (decided + (rows - decided) * layer.expected_active) / rows
+    reads_I = torch.where(hot, 1.0, fires)
+    work = [float(part.sum()) for part in reads_I.split(size)]
     if len(work) < len(shares):
         argument(len(shares), f"{len(shares)} machines for {layer.site.key}", "Use fewer machines.").wrong(
             f"at most {len(work)}, as it has {len(work)} chunks of {size} neurons"
@@ -135,15 +141,6 @@ def _apportioned(count: int, shares: Sequence[float]) -> list[int]:
     for rank in by_remainder[: count - sum(counts)]:
         counts[rank] += 1
     return counts
-
-
-def _work(layer: LayerPlan) -> torch.Tensor:
-    """For each neuron in plan order, the share of its rows that a token reads; hot neurons always fire."""
-    hot = torch.arange(layer.site.intermediate) < layer.n_hot
-    rows = layer.site.rows_per_neuron
-    decided = 0 if layer.method in PREDICTED else 1  # by its first row
-    fires = (decided + (rows - decided) * layer.expected_active) / rows
-    return torch.where(hot, 1.0, fires)
 
 
 def shard_name(rank: int, ranks: int) -> str:

@@ -145,7 +145,12 @@ def fit(
         with bar(None, "fit", progress, total=len(layers) + settings.max_rounds, unit="step") as shown:
             search = Search(layers, settings, change, shown.update)
             search.run()
-        result = FittedPredictors(_same_rank_for_experts(search.predictors(), sites))
+        # all experts of a module have the rank of the largest
+        predictors = search.predictors()
+        result = FittedPredictors(predictors)
+        for own in modules_of(sites).values():
+            rank = max(predictors[site.key].rank for site in own)
+            result.update({site.key: predictors[site.key].padded(rank) for site in own})
         result.model_hash = model_hash
 
         for layer in layers:
@@ -206,15 +211,6 @@ def _report(
             len(search.rounds),
         )
     return report
-
-
-def _same_rank_for_experts(predictors: dict[str, LowRankRows], sites: Sequence[FFNSite]) -> dict[str, LowRankRows]:
-    """``predictors``, padded so that all experts of a module have the rank of the largest."""
-    result = dict(predictors)
-    for own in modules_of(sites).values():
-        rank = max(predictors[site.key].rank for site in own)
-        result |= {site.key: predictors[site.key].padded(rank) for site in own}
-    return result
 
 
 @fresh_settings()

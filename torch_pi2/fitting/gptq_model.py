@@ -138,20 +138,17 @@ def _one_batch(model: nn.Module, data: Sequence[Batch], names: Collection[str]) 
         mask_BT = torch.ones_like(batch.input_ids) if batch.mask_BT is None else batch.mask_BT
         ids += [torch.where(mask_BT.bool(), batch.input_ids, -1)[i : i + 1] for i in range(len(mask_BT))]
     longest = max(row.shape[1] for row in ids)
-    most = max(1, _MOST_BYTES // (2 * longest * _token_bytes(model, names)))
+    # of one token's activations in the widest layer other than the output layer
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    modules: list[Any] = [model.get_submodule(name) for name in names]
+    sizes = [max(module.weight.shape) * module.weight.dtype.itemsize for module in modules if module is not head]
+    token_bytes = _AT_A_TIME * max(sizes, default=1)
+    most = max(1, _MOST_BYTES // (2 * longest * token_bytes))
     if most < len(ids):
         _log.warning("GPTQ sees %d of %d sequences, to bound memory", most, len(ids))
         ids = ids[:: -(-len(ids) // most)]
     ids_BT = torch.cat([F.pad(row, (0, longest - row.shape[1]), value=-1) for row in ids])
     return ids_BT.clamp(min=0), ids_BT >= 0
-
-
-def _token_bytes(model: nn.Module, names: Collection[str]) -> int:
-    """Bytes of one token's activations in the widest layer other than the output layer."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    modules: list[Any] = [model.get_submodule(name) for name in names]
-    sizes = [max(module.weight.shape) * module.weight.dtype.itemsize for module in modules if module is not head]
-    return _AT_A_TIME * max(sizes, default=1)
 
 
 class _Run:

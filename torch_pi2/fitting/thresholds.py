@@ -223,11 +223,6 @@ class Scored:
             costs[name] = (error * (divergence / whole if whole else 0.0)).numpy()
         return costs
 
-    def _cheapest(self, site: FFNSite, share: float) -> _Score:
-        """The score that costs least if ``site`` skips ``share``; the first before :meth:`allocate`."""
-        costs = self._costs.get(site.experts or site.key, np.zeros((1, len(_SHARES))))
-        return self._scores[int(np.argmin([np.interp(share, _SHARES, of_score) for of_score in costs]))]
-
     def shares(self, mean: float) -> dict[str, float]:
         """Site key -> share to skip, after :meth:`allocate`; the mean over all neurons is ``mean``, at most 0.95."""
         weights = {name: sum(site.intermediate for site in own) for name, own in self._groups.items()}
@@ -255,7 +250,9 @@ class Scored:
         chosen = Thresholds(sites)
         for at, site in enumerate(self._scores[0].sites):
             share = shares[site.key] if isinstance(shares, Mapping) else shares
-            each = self._cheapest(site, share)
+            # the score that costs least at this share; the first before allocate()
+            costs = self._costs.get(site.experts or site.key, np.zeros((1, len(_SHARES))))
+            each = self._scores[int(np.argmin([np.interp(share, _SHARES, of_score) for of_score in costs]))]
             sites.append(each.sites[at])
             chosen.cuts[site.key] = each.cut(site.key, share)
             if site.key in each.scales:

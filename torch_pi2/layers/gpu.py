@@ -254,7 +254,8 @@ class HybridExperts:
             return y
         sent = (index, routing.float(), x)
         with self.link.turn:
-            arriving = self.link.leave(_as_bytes(*sent))
+            # for one copy; element sizes must not increase from one tensor to the next
+            arriving = self.link.leave(torch.cat([one.contiguous().view(-1).view(torch.uint8) for one in sent]))
             work = functools.partial(self._on_gpu, x, index, routing)
             hot = None if self.hot is None else self.link.queue(work)
             parts = arriving().split([tensor.nbytes for tensor in sent])
@@ -303,8 +304,3 @@ def stays_as_it_is(layer: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> bo
             raise stays(f"{layer.site.key}, whose neurons are in a store")
         layer.leave_blocks()
     return False
-
-
-def _as_bytes(*tensors: torch.Tensor) -> torch.Tensor:
-    """The bytes of ``tensors`` in one tensor, for one copy; element sizes must not increase from one to the next."""
-    return torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])

@@ -111,23 +111,19 @@ def decoded_together(x: torch.Tensor, hidden: int) -> int:
 def takes_prompt_path(layer: PromptLayer, x: torch.Tensor) -> bool:
     """Whether :func:`prompt_ffn` is the faster path for ``x [..., H]``."""
     if on_gpu(x):
-        return _dense_on_gpu(layer, x)
+        if torch.compiler.is_compiling():
+            tokens = x.numel() // layer.site.hidden
+        elif call_mode.sparse_only:
+            return False
+        else:
+            tokens = _tokens(layer, x)
+        all_of_floats = layer.n_hot == layer.site.intermediate and _as_they_are(layer)
+        return all_of_floats or tokens >= dense_on_gpu_from(layer)
     if _stays(layer, x) or x.dtype not in DTYPES.values() or not layer.in_memory:
         return False
     if layer.int8_activations and layer.has_tiles:  # the operator has its own prompt path
         return False
     return _wants_all(layer) if layer.has_predictor else not layer.int8_activations
-
-
-def _dense_on_gpu(layer: PromptLayer, x: torch.Tensor) -> bool:
-    if torch.compiler.is_compiling():
-        tokens = x.numel() // layer.site.hidden
-    elif call_mode.sparse_only:
-        return False
-    else:
-        tokens = _tokens(layer, x)
-    all_of_floats = layer.n_hot == layer.site.intermediate and _as_they_are(layer)
-    return all_of_floats or tokens >= dense_on_gpu_from(layer)
 
 
 def _as_they_are(layer: PromptLayer) -> bool:

@@ -184,7 +184,15 @@ class Hardware:
         data = parse_json(text, where, FORMAT, 1, VERSION)
         known = {k: v for k, v in data.items() if k not in ("format", "version")}
         if data["version"] == 1:
-            known = _from_version_1(known, where)
+            known = {name: value for name, value in known.items() if name not in _OBSOLETE}
+            try:
+                memory, rates, reads = known.pop("memory"), known.pop("rates"), dict(known["reads"])
+                known["memory_gb_per_s"] = max(figure["gb_per_s"] for figure in memory if figure["row_bytes"] == 0)
+                known["kernels"] = rates["kernels"]
+                reads["rates"] = reads.pop("engines")[reads["engine"]]
+            except (KeyError, TypeError, ValueError, AttributeError):
+                wrong(where, "memory, rates and reads of version 1", "damage")
+            known = known | {"reads": reads}
         hardware = from_json(Hardware, known, where, FIX)
         _check(hardware, where)
         return hardware
@@ -197,18 +205,6 @@ class Hardware:
     def load(path: str | Path) -> Hardware:
         """Read the file of :meth:`save`. Raises ArtifactError."""
         return Hardware.from_json(read_bytes(path), str(path))
-
-
-def _from_version_1(data: dict[str, Any], where: str) -> dict[str, Any]:
-    known = {name: value for name, value in data.items() if name not in _OBSOLETE}
-    try:
-        memory, rates, reads = known.pop("memory"), known.pop("rates"), dict(known["reads"])
-        known["memory_gb_per_s"] = max(figure["gb_per_s"] for figure in memory if figure["row_bytes"] == 0)
-        known["kernels"] = rates["kernels"]
-        reads["rates"] = reads.pop("engines")[reads["engine"]]
-    except (KeyError, TypeError, ValueError, AttributeError):
-        wrong(where, "memory, rates and reads of version 1", "damage")
-    return known | {"reads": reads}
 
 
 def timed_as(kernel: str) -> str:

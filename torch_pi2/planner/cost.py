@@ -69,7 +69,10 @@ def step_ms(
     total = dict.fromkeys(PARTS, 0.0)
     total["rest"] = linear_ms(hardware, shape.head_kernel, batch, shape.head_bytes)
     for layer, h, first, stays, missed, whole in zip(shape.layers, hot, firsts, stay, missed_L.tolist(), whole_L):
-        ms = {"rest": rest_ms(layer, hardware, batch, context)} | ffn_ms(layer, hardware, batch, h, first)
+        # the attention before the layer: its linear layers, and reading the KV cache
+        kv_ms = batch * context * layer.kv_bytes / hardware.memory_gb_per_s / 1e6
+        rest = linear_ms(hardware, layer.attention_kernel, batch, layer.attention_bytes) + kv_ms
+        ms = {"rest": rest} | ffn_ms(layer, hardware, batch, h, first)
         if cache_bytes is not None:
             if whole:
                 missed = layer.slots - max(stays // layer.cluster, cached * layer.slots)
@@ -269,12 +272,6 @@ def linear_ms(hardware: Hardware, kernel: str, tokens: float, nbytes: int) -> fl
     if nbytes == 0:
         return 0.0
     return hardware.line("linear", kernel, tokens).us(hot=nbytes, macs=tokens * numbers(kernel, nbytes)) / 1e3
-
-
-def rest_ms(layer: LayerShape, hardware: Hardware, batch: int, context: int) -> float:
-    """Milliseconds of the attention before a layer: its linear layers, and reading the KV cache."""
-    kv_ms = batch * context * layer.kv_bytes / hardware.memory_gb_per_s / 1e6
-    return linear_ms(hardware, layer.attention_kernel, batch, layer.attention_bytes) + kv_ms
 
 
 def prompt_ffn_ms(layer: LayerShape, hardware: Hardware, tokens: int, hot: int) -> float:

@@ -150,6 +150,10 @@ def solve(request: Request, *, progress: bool = False) -> HardwarePlan:
         resident, ms = request.resident(batch, accelerator), request.step(batch, hot, accelerator)
         buckets.append(Bucket(batch, hot, accelerator or none, resident, request.cache_bytes(batch), ms))
     hardware, last = request.hardware, buckets[-1]
+    # prompt lengths from which to compute dense; above any step
+    cpu = without_gpu(hardware)
+    found = [switch_point(cpu, layer, hot) for layer, hot in zip(request.shape.layers, last.hot, strict=True)]
+    dense_from = tuple(max(at, last.batch + 1) if at else 0 for at in found)
     return HardwarePlan(
         made_for={
             "hardware": hardware.name,
@@ -162,7 +166,7 @@ def solve(request: Request, *, progress: bool = False) -> HardwarePlan:
         accelerator_bytes=request.accelerator_bytes,
         context=request.context,
         buckets=tuple(buckets),
-        prompt=PromptPlan(_dense_from(request, last)),
+        prompt=PromptPlan(dense_from),
         offload={name: getattr(request.offload, name) for name in OFFLOAD_SETTINGS} if request.stored else {},
         # where all cores compute, I/O threads share them
         threads={"compute": hardware.threads, "io": int(request.stored and hardware.cores > hardware.threads)},
@@ -241,10 +245,3 @@ def _chunks(layer: LayerShape) -> list[int]:
     if layer.experts > 1 or layer.chosen < 1 or layer.method == Method.THRESHOLD:
         return [0]
     return [*range(0, layer.intermediate, ACCELERATOR_CHUNK), layer.intermediate]
-
-
-def _dense_from(request: Request, last: Bucket) -> Counts:
-    """By layer, the prompt length from which to compute dense; above any step. ``last``: the largest bucket."""
-    hardware = without_gpu(request.hardware)
-    found = [switch_point(hardware, layer, hot) for layer, hot in zip(request.shape.layers, last.hot, strict=True)]
-    return tuple(max(at, last.batch + 1) if at else 0 for at in found)

@@ -222,34 +222,30 @@ class ModelShape:
         check_made_from(
             "statistics to plan with", stats.model_hash, plan.model_hash, "those of FFN weights", "Profile this model."
         )
-        return _shape_of(model, stats, plan)
-
-
-def _shape_of(model: Any, stats: ActivationStats, plan: Plan) -> ModelShape:
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    linears = [m for m in model.modules() if isinstance(m, QuantLinear | nn.Linear) and m is not head]
-    config: Any = getattr(model, "config", None)
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    firsts: dict[str, str] = {}
-    for layer in plan.layers:
-        firsts.setdefault(block_of(layer.site.key), layer.site.key)
-    layers, state = _layers(model, stats, plan), ModelState.of(model)
-    kernels = Counter[str]()
-    for module in linears:
-        kernels[_kernel(module)] += _weight(module).nbytes
-    before: dict[str, Any] = {
-        "attention_bytes": sum(kernels.values()) // len(firsts),
-        "attention_kernel": max(kernels, key=lambda name: kernels[name], default=layers[0].kernel),
-        "kv_bytes": 0 if config is None else kv_bytes(config, 1, dtype) // len(firsts),
-    }
-    return ModelShape(
-        tuple(replace(layer, **before) if layer.key in firsts.values() else layer for layer in layers),
-        0 if head is None else _weight(head).nbytes,
-        layers[0].kernel if head is None else _kernel(head),
-        state.budget.fixed if state and state.budget else _fixed_bytes(model),
-        plan.layers[0].site.hidden,
-        (0, 0) if config is None else activation_sizes(config, dtype),
-    )
+        head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+        linears = [m for m in model.modules() if isinstance(m, QuantLinear | nn.Linear) and m is not head]
+        config: Any = getattr(model, "config", None)
+        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        firsts: dict[str, str] = {}
+        for layer in plan.layers:
+            firsts.setdefault(block_of(layer.site.key), layer.site.key)
+        layers, state = _layers(model, stats, plan), ModelState.of(model)
+        kernels = Counter[str]()
+        for module in linears:
+            kernels[_kernel(module)] += _weight(module).nbytes
+        before: dict[str, Any] = {
+            "attention_bytes": sum(kernels.values()) // len(firsts),
+            "attention_kernel": max(kernels, key=lambda name: kernels[name], default=layers[0].kernel),
+            "kv_bytes": 0 if config is None else kv_bytes(config, 1, dtype) // len(firsts),
+        }
+        return ModelShape(
+            tuple(replace(layer, **before) if layer.key in firsts.values() else layer for layer in layers),
+            0 if head is None else _weight(head).nbytes,
+            layers[0].kernel if head is None else _kernel(head),
+            state.budget.fixed if state and state.budget else _fixed_bytes(model),
+            plan.layers[0].site.hidden,
+            (0, 0) if config is None else activation_sizes(config, dtype),
+        )
 
 
 def _fixed_bytes(model: nn.Module) -> int:

@@ -7,7 +7,7 @@ are the sums of the first 1, 2, ... chunks; the graph for k chunks has only the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -185,16 +185,6 @@ def held_back(samples: Any) -> tuple[Any, Any]:
     return (samples[:some], samples[some:]) if len(samples) >= _HELD else (samples, samples)
 
 
-def errors_of(right: nn.Module, quantized: nn.Module, inputs: Iterable[tuple[torch.Tensor, ...]]) -> list[float]:
-    """L2 error of each output of ``quantized`` on ``inputs``, relative to ``right``."""
-    squares = []
-    for one in inputs:
-        pairs = zip(right(*one), quantized(*one), strict=True)
-        squares.append([[(got - y).double().square().sum(), y.double().square().sum()] for y, got in pairs])
-    off, whole = torch.tensor(squares, dtype=torch.float64).sum(0).unbind(1)
-    return [float(e) for e in (off / whole.clamp_min(1e-300)).sqrt()]
-
-
 def zeros(shapes: Shapes) -> Inputs:
     return tuple(torch.zeros(sizes, dtype=dtype) for sizes, dtype in shapes)
 
@@ -230,7 +220,13 @@ def quantize_part(program: torch.export.ExportedProgram, inputs: PartInputs, set
         made = pt2e(program.module(check_guards=False), inputs.samples, settings, inputs.block, chosen_on)
         example: Any = program.example_inputs[0]
         tokens = sum(x[0].numel() // x[0].shape[-1] for x in last)
-        return Quantized(open_program(made, example, inputs.open), errors_of(right, made, last), tokens)
+        squares = []
+        for one in last:
+            pairs = zip(right(*one), made(*one), strict=True)
+            squares.append([[(got - y).double().square().sum(), y.double().square().sum()] for y, got in pairs])
+        off, whole = torch.tensor(squares, dtype=torch.float64).sum(0).unbind(1)
+        off_by = [float(e) for e in (off / whole.clamp_min(1e-300)).sqrt()]
+        return Quantized(open_program(made, example, inputs.open), off_by, tokens)
 
 
 def part_program(
