@@ -145,12 +145,8 @@ def pack(
             if whole == source:
                 known = reader.neuron_formats
                 if weights not in (None, known) and (weights, reader.weights) != (FLOAT, FLOAT):
-                    raise ConfigError(
-                        f"pack({source}, weights=...)",
-                        expected=f"{known}, as the weights are",
-                        found=repr(weights),
-                        fix="Leave it out, or pack the float checkpoint.",
-                    )
+                    expected, fix = f"{known}, as the weights are", "Leave it out, or pack the float checkpoint."
+                    raise ConfigError(f"pack({source}, weights=...)", expected=expected, found=repr(weights), fix=fix)
             packer = _Packer(whole, reader, plan, parts.inside, cluster, progress)
             if ranks == 1:
                 keep_card(folder, staging)
