@@ -182,11 +182,10 @@ class _Packer:
             store = self._assembly(beside, shard)
             out = store.writer(path, progress=self.progress)
             if out.file_bytes > (free := shutil.disk_usage(folder).free):
+                expected = f"as many bytes of free space for {folder}"
+                fix = "Choose another output folder or free some space; nothing was left half-written."
                 raise ArtifactError(
-                    f"writing {STORE_FILE} of {out.file_bytes} bytes",
-                    expected=f"as many bytes of free space for {folder}",
-                    found=f"{free}",
-                    fix="Choose another output folder or free some space; nothing was left half-written.",
+                    f"writing {STORE_FILE} of {out.file_bytes} bytes", expected=expected, found=f"{free}", fix=fix
                 )
             superblock = store.superblock(out)
             with out:

@@ -130,7 +130,11 @@ class _Rows(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.module = _in_floats(module) if _is_linear(module) and not _is_float(module) else module
+        if _is_linear(module) and not _is_float(module):  # a dequantised copy
+            linear: Any = module
+            weight = linear.dequantized() if isinstance(linear, QuantLinear) else linear.weight.dequantize()
+            module = linear_of(weight.float(), linear.bias)
+        self.module = module
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.module(x.reshape(-1, x.shape[-1]))
@@ -149,12 +153,6 @@ def _is_norm(module: nn.Module) -> bool:
 def _is_float(linear: Any) -> bool:
     """Whether its weights are not quantised, by us or by torchao."""
     return not isinstance(linear, QuantLinear) and type(linear.weight.data) is torch.Tensor
-
-
-def _in_floats(linear: Any) -> nn.Linear:
-    """A dequantised copy."""
-    weight = linear.dequantized() if isinstance(linear, QuantLinear) else linear.weight.dequantize()
-    return linear_of(weight.float(), linear.bias)
 
 
 def _attend(
