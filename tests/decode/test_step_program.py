@@ -163,6 +163,21 @@ def test_linear_layers_and_attention(weights: str) -> None:
     check(forward, left=1)
 
 
+def test_operators_of_others_stay_in_order() -> None:
+    """Schemas of c10d do not say that its operators write."""
+    library, rows = torch.library.Library("others", "FRAGMENT"), table(6)
+    library.define("double(Tensor[] x) -> Tensor[]")
+    library.impl("double", lambda x: [part.mul_(2) for part in x], "CompositeExplicitAutograd")
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        x = rows[ids] + 1
+        y = x * 3
+        torch.ops.others.double([x])
+        return x + y
+
+    check(forward, left=2)
+
+
 def test_a_program_reads_weights_as_they_are_now() -> None:
     weight, rows = torch.ones(6), table(6)
     _, calls = record(lambda ids: rows[ids] * weight, IDS)

@@ -119,8 +119,8 @@ class Translation:
         self._now, self._alive = _Program(), list[Any]()
         #: PyTorch's calls that come after the program under way, and what they make.
         self._later, self._waiting = list[Call](), set[int]()
-        written = self._find_roots()
-        self.fixed = fixed + [call[3] for call in calls if _is_constant(call) and id(call[3]) not in written]
+        self._written = self._find_roots()
+        self.fixed = fixed + [call[3] for call in calls if _is_constant(call) and id(call[3]) not in self._written]
         self._fixed = {id(tensor) for tensor in self.fixed}
         given = enumerate((ids_BT, *self.fixed))
         self._nodes = {id(tensor): self.graph.placeholder(f"given_{i}") for i, tensor in given}
@@ -136,7 +136,7 @@ class Translation:
                     self._root[id(tensor)], self._views[id(tensor)] = self.root(source), call
             for tensor in given:
                 self._last[id(self.root(tensor))] = position
-            if call[0]._schema.is_mutable:
+            if _changes(call[0]):
                 written |= {id(self.root(tensor)) for tensor in given}
         self._last[id(self.root(self._result))] = len(self._calls)
         return written
@@ -146,7 +146,7 @@ class Translation:
 
     def translate(self) -> None:
         for position, call in enumerate(self._calls):
-            changes, made = call[0]._schema.is_mutable, _tensors(call[3])
+            changes, made = _changes(call[0]), _tensors(call[3])
             given = {id(tensor) for tensor in _tensors((call[1], list(call[2].values())))}
             if not changes and made and all(id(tensor) in self._views.keys() | self._fixed | given for tensor in made):
                 continue
@@ -166,7 +166,7 @@ class Translation:
 
     def _leave_to_pytorch(self, position: int, call: Call) -> None:
         """Before the program under way; after it, if it needs or changes what that has made or used."""
-        changes = call[0]._schema.is_mutable
+        changes = _changes(call[0])
         touches = not self._touched(call).isdisjoint(
             self._now.made.keys() | (self._now.used if changes else self._now.written)
         )
@@ -191,7 +191,7 @@ class Translation:
     def _node(self, tensor: torch.Tensor) -> fx.Node:
         if id(tensor) not in self._nodes:
             view, root = self._views.get(id(tensor)), self.root(tensor)
-            if view is not None and view[3] is tensor and not view[0]._schema.is_mutable:
+            if view is not None and view[3] is tensor and not _changes(view[0]):
                 self._emit(view)
             else:
                 _known(root is not tensor)
@@ -260,14 +260,19 @@ class Translation:
                 output = self.graph.call_function(aten.as_strided.default, (output, tuple(root.shape), root.stride()))
                 found = found.as_strided(root.shape, root.stride())
             self._nodes[id(root)] = output
-            if not _same_bits(found, root):
+            if id(root) not in self._written and not _same_bits(found, root):  # PyTorch has since written to others
                 raise _Unknown
+
+
+def _changes(func: Any) -> bool:
+    """Whether it writes to its arguments. Schemas of others (such as c10d's) do not say so."""
+    return func._schema.is_mutable or func.namespace not in ("aten", "pi2")
 
 
 def _is_constant(call: Call) -> bool:
     """A tensor that depends on nothing, such as ``arange``."""
     func, args, kwargs, result = call
-    changes = torch.Tag.nondeterministic_seeded in func.tags or func._schema.is_mutable or "empty" in func.__name__
+    changes = torch.Tag.nondeterministic_seeded in func.tags or _changes(func) or "empty" in func.__name__
     return not changes and isinstance(result, torch.Tensor) and not _tensors((args, list(kwargs.values())))
 
 
