@@ -170,9 +170,9 @@ void refuses_or_stays_within(std::mt19937& rng, long* cases) {
                                   1 << 20,
                                   std::numeric_limits<std::int64_t>::max(),
                                   std::numeric_limits<std::int64_t>::min(),
-                                  code[at] + 1,
-                                  code[at] * 2,
-                                  code[at] - 1};
+                                  code[at] ^ 1,
+                                  code[at] ^ 2,
+                                  code[at] ^ 12};
       code[at] = odd[rng() % (sizeof(odd) / sizeof(odd[0]))];
     }
     if (i % 7 == 0) code.resize(rng() % code.size());

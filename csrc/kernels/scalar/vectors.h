@@ -31,7 +31,8 @@ struct Vectors {
     store_floats(out, Float{reduce(a), reduce(b), reduce(c), reduce(d)});
   }
   static Float shift_exponent(Float p, Float t) {
-    Int bits, n;
+    using Bits = std::uint32_t __attribute__((vector_size(16)));  // of NaN they overflow
+    Bits bits, n;
     std::memcpy(&bits, &p, sizeof(p));
     std::memcpy(&n, &t, sizeof(t));
     bits += n << 23;
