@@ -194,6 +194,16 @@ def test_a_program_reads_weights_as_they_are_now() -> None:
         graph(IDS)
 
 
+def test_ids_may_be_part_of_longer_ones() -> None:
+    rows, longer = table(6), torch.arange(8)[None]
+    with torch.inference_mode():
+        _, calls = record(lambda ids: torch.nn.functional.embedding(ids, rows) * 2, longer[:, :1].clone())
+        assert calls is not None
+        graph = StepGraph(calls)
+        for place in range(3):
+            assert torch.equal(graph(longer[:, place : place + 1])[0, 0], rows[place] * 2)
+
+
 def test_other_bits_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = table(6)
     _, calls = record(lambda ids: rows[ids] * 2, IDS)

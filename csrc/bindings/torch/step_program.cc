@@ -36,8 +36,10 @@ struct Like {
   }
   bool is(const Tensor& tensor) const {
     bool same = tensor.dim() == static_cast<int64_t>(sizes.size()) && tensor.scalar_type() == dtype && tensor.is_cpu();
-    for (size_t d = 0; same && d < sizes.size(); ++d)
-      same = tensor.size(static_cast<int64_t>(d)) == sizes[d] && tensor.stride(static_cast<int64_t>(d)) == strides[d];
+    for (size_t d = 0; same && d < sizes.size(); ++d) {
+      const auto dim = static_cast<int64_t>(d);  // where there is one number, any stride will do
+      same = tensor.size(dim) == sizes[d] && (sizes[d] == 1 || tensor.stride(dim) == strides[d]);
+    }
     return same;
   }
 };
