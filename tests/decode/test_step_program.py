@@ -197,7 +197,9 @@ def test_a_program_reads_weights_as_they_are_now() -> None:
 def test_ids_may_be_part_of_longer_ones() -> None:
     rows, longer = table(6), torch.arange(8)[None]
     with torch.inference_mode():
-        _, calls = record(lambda ids: torch.nn.functional.embedding(ids, rows) * 2, longer[:, :1].clone())
+        _, calls = record(
+            lambda ids: torch.nn.functional.embedding(ids, rows) * 2, torch.zeros(1, 1, dtype=torch.int64)
+        )
         assert calls is not None
         graph = StepGraph(calls)
         for place in range(3):
