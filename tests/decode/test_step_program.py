@@ -202,6 +202,7 @@ def test_ids_may_be_part_of_longer_ones() -> None:
         )
         assert calls is not None
         graph = StepGraph(calls)
+        graph(torch.zeros(1, 1, dtype=torch.int64))
         for place in range(3):
             assert torch.equal(graph(longer[:, place : place + 1])[0, 0], rows[place] * 2)
 
