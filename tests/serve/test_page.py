@@ -84,7 +84,7 @@ def test_a_question_is_answered_and_the_engine_is_seen(tab: Tab, server: Server)
     wanted = httpx.post(f"{server.url}/v1/chat/completions", json={"model": "tiny", "max_tokens": 200, **asked}).json()
     wanted_text = wanted["choices"][0]["message"]["content"]
     assert "".join(page.locator(".assistant .text").all_inner_texts()).strip() == wanted_text.strip()
-    assert page.evaluate("lengths.size") > 10  # it grew
+    assert page.evaluate("lengths.size") > 4  # it grew
     expect(page.locator("#status")).to_have_text("Idle. Figures are of what was done last.")
     rows = page.locator(".layer")
     assert rows.count() == 5
