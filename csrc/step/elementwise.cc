@@ -219,7 +219,7 @@ void elementwise(StepOp op, int rank, const Strided& y, const Strided& a, const 
       if (b != nullptr) at.b += index[d] * b->strides[d] * element_bytes(b->element);
     }
     if (y.element >= Element::kI64)
-      whole_row(op, y, a, b, at, static_cast<std::int64_t>(constant), n, strides);
+      whole_row(op, y, a, b, at, std::fabs(constant) < 0x1p53 ? static_cast<std::int64_t>(constant) : 0, n, strides);
     else
       float_row(op, y, a, b, at, static_cast<float>(constant), n, strides);
     for (int d = last - 1; d >= 0 && ++index[d] == y.sizes[d]; --d) index[d] = 0;

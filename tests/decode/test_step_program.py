@@ -207,6 +207,41 @@ def test_ids_may_be_part_of_longer_ones() -> None:
             assert torch.equal(graph(longer[:, place : place + 1])[0, 0], rows[place] * 2)
 
 
+@pytest.mark.parametrize(
+    "other", [lambda w: torch.cat((torch.ones(7), w.flatten()))[7:].view(4, 6), lambda w: w.T.contiguous().T]
+)
+def test_parts_of_weights_are_taken_anew(other: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Also when the weight lies elsewhere later, or in another order."""
+    weight, rows = table(6)[:4].clone(), table(6)
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        gate, up = weight.chunk(2)
+        x = rows[ids]
+        return (x * 2 + 1) @ gate.T * (x @ up.T) + 1
+
+    _, calls = record(forward, IDS)
+    assert calls is not None
+    graph = StepGraph(calls)
+    assert torch.equal(graph(IDS), forward(IDS))
+    weight.data = other(weight * 3)
+    assert torch.equal(graph(IDS + 1), forward(IDS + 1))
+
+
+def test_what_is_written_by_another_name_is_read_in_order() -> None:
+    ring, place = torch.zeros(2, 6), torch.tensor([1])
+    recent, rows = ring[1:], table(6)
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        ring.index_copy_(0, place, rows[ids[0, :1]] * 0.5)
+        return torch.cumsum(recent, 0) + rows[ids[0, :1]]
+
+    _, calls = record(forward, IDS)
+    assert calls is not None
+    graph = StepGraph(calls)
+    for ids in (IDS, IDS + 1, IDS + 4):
+        assert torch.equal(graph(ids), rows[ids[0, :1]] * 0.5 + rows[ids[0, :1]])
+
+
 def test_other_bits_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = table(6)
     _, calls = record(lambda ids: rows[ids] * 2, IDS)

@@ -122,6 +122,7 @@ class Translation:
         self._written = self._find_roots()
         self.fixed = fixed + [call[3] for call in calls if _is_constant(call) and id(call[3]) not in self._written]
         self._fixed = {id(tensor) for tensor in self.fixed}
+        self._given = self._fixed | {id(ids_BT)}
         given = enumerate((ids_BT, *self.fixed))
         self._nodes = {id(tensor): self.graph.placeholder(f"given_{i}") for i, tensor in given}
 
@@ -145,6 +146,9 @@ class Translation:
         return self._root.get(id(tensor), tensor)
 
     def translate(self) -> None:
+        for tensor in self.fixed:  # what is written by one name and read by another would lose its order
+            others = (other for other in self.fixed if other is not tensor and id(tensor) in self._written)
+            _known(not any(_overlap(tensor, other) for other in others))
         for position, call in enumerate(self._calls):
             changes, made = _changes(call[0]), _tensors(call[3])
             given = {id(tensor) for tensor in _tensors((call[1], list(call[2].values())))}
@@ -191,10 +195,10 @@ class Translation:
     def _node(self, tensor: torch.Tensor) -> fx.Node:
         if id(tensor) not in self._nodes:
             view, root = self._views.get(id(tensor)), self.root(tensor)
-            if view is not None and view[3] is tensor and not _changes(view[0]):
+            if view is not None and not _changes(view[0]):
                 self._emit(view)
-            else:
-                _known(root is not tensor)
+            else:  # of a program; what was given may have other strides one day
+                _known(root is not tensor and id(root) not in self._given)
                 at = (tensor.data_ptr() - root.data_ptr()) // tensor.element_size() + root.storage_offset()
                 given = self._node(root), tuple(tensor.shape), tensor.stride(), at
                 self._nodes[id(tensor)] = self.graph.call_function(aten.as_strided.default, given)
@@ -282,6 +286,10 @@ def _is_tensor(value: Any) -> bool:
 
 def _shares(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() != 0
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.data_ptr() < b.data_ptr() + _bytes(b) and b.data_ptr() < a.data_ptr() + _bytes(a)
 
 
 def _numbers(tensor: torch.Tensor) -> int:
@@ -386,6 +394,7 @@ def _binary(
         _known(is_float or (op != "div" and types == {torch.int64} and result.dtype is torch.int64))
     _known(_is_tensor(a) and kwargs.get("alpha", 1) == 1 and "rounding_mode" not in kwargs)
     if not _is_tensor(b):
+        _known(abs(b) < 1 << 53)
         return op, [result, a.expand(result.shape)], [_double(b)]
     pair = [a.expand(result.shape), b.expand(result.shape)]
     return op, [result, *(pair[::-1] if func in _SWAPPED else pair)], []

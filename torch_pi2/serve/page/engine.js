@@ -66,7 +66,7 @@ export class Engine {
       if (now.ffn.rows_used !== null) $('used').textContent = percent(now.ffn.rows_used);
     }
     // where an answer ended is a part of a window without tokens: no speed to remember
-    if (now.live || (now.answer_tokens && $('speed').textContent === '–')) {
+    if (now.live || (now.answer_tokens && !(Number($('speed').textContent) > 0))) {
       $('speed').textContent = $('speed-small').textContent = number(now.tokens_per_second);
     }
     if (idle) $('speed-small').textContent = '';
