@@ -106,15 +106,18 @@ struct BlocksPass {
   }
 };
 
+// Of rows of `bytes` in all. Prompts are bound by arithmetic: four items a thread balance. Fewer tokens are bound by
+// memory, and between items nothing is prefetched.
+std::int64_t items_of(std::int64_t bytes, std::int64_t tokens, std::int64_t threads) {
+  const std::int64_t fit = tokens < kGemmTokens ? bytes / (threads * kItemBytes) : kItems;
+  return threads * std::max<std::int64_t>(1, std::min(kItems, fit));
+}
+
 void linear_blocks(const LinearArgs& args, const KernelTable& table, const ParallelFor& parallel) {
   const int w = static_cast<int>(args.w_dtype);
   const std::int64_t tile = std::min(kBlocksTokens, args.tokens), width = gemm_input_bytes(args.columns) / 4;
   const std::int64_t blocks = args.rows / kPanelRows, threads = std::max(1, parallel.threads);
-  // Prompts are bound by arithmetic: four items a thread balance. Fewer tokens are bound by memory, and between items
-  // nothing is prefetched.
-  const std::int64_t bytes = args.rows * row_bytes(args.w_dtype, args.columns);
-  const std::int64_t fit = args.tokens < kGemmTokens ? bytes / (threads * kItemBytes) : kItems;
-  const std::int64_t items = threads * std::max<std::int64_t>(1, std::min(kItems, fit));
+  const std::int64_t items = items_of(args.rows * row_bytes(args.w_dtype, args.columns), args.tokens, threads);
   const std::int64_t share = std::max<std::int64_t>(1, std::min<std::int64_t>(64, (blocks + items - 1) / items));
   const std::int64_t item_blocks = args.tokens < kTwoBlocksFrom ? share : (share + 1) / 2 * 2;
   float* x_TW = scratch(Scratch::kInput, tile * (width + padded(args.columns)));
@@ -197,8 +200,7 @@ void linear_together(const LinearArgs* all, int count, const ParallelFor& parall
   const Timed timed(Timed::kLinear, rows, columns);
   const TraceSpan span(Stage::kLinear, rows, columns);
   const KernelTable& table = kernels();
-  const std::int64_t threads = std::max(1, parallel.threads);
-  const std::int64_t items = threads * std::max<std::int64_t>(1, std::min(kItems, bytes / (threads * kItemBytes)));
+  const std::int64_t items = items_of(bytes, tokens, std::max(1, parallel.threads));
   float* x_TW = scratch(Scratch::kInput, tokens * (count * width + padded(columns)));
   std::vector<BlocksPass> passes;
   passes.reserve(kMostTogether);

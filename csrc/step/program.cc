@@ -97,10 +97,12 @@ bool sound_elementwise(const Instruction& it) {
   return known_elements(it.op, y[0], y[1], it.operands == 3 ? &y[2] : nullptr);
 }
 
-bool sound_argmax(const Instruction& it) {
+// kMean and kArgmax.
+bool sound_reduction(const Instruction& it) {
   const Operand &y = it.operand[0], &x = it.operand[1];
-  return it.operands == 2 && it.parameters == 0 && y.element == Element::kI64 && x.element == Element::kF32 &&
-         x.rank >= 1 && y.rank == x.rank && y.sizes[y.rank - 1] == 1 && x.strides[x.rank - 1] == 1 &&
+  const Element made = it.op == StepOp::kMean ? Element::kF32 : Element::kI64;
+  return it.operands == 2 && it.parameters == 0 && y.element == made && x.element == Element::kF32 && x.rank >= 1 &&
+         y.rank == x.rank && y.sizes[y.rank - 1] == 1 && x.strides[x.rank - 1] == 1 &&
          std::equal(x.sizes, x.sizes + x.rank - 1, y.sizes);
 }
 
@@ -118,21 +120,19 @@ bool sound_take_rows(const Instruction& it) {
          y.strides[1] == 1 && x.strides[1] == 1;
 }
 
-bool sound_dequantize(const Instruction& it) {
-  const Operand &y = it.operand[0], &rows = it.operand[1];
-  if (it.operands != 2 || it.parameters != 1 || y.rank != 2 || rows.rank != 2) return false;
+// Contiguous rows of `columns` numbers in a format of few bits, whose DType is the first parameter.
+bool sound_rows(const Instruction& it, const Operand& rows, std::int64_t columns) {
   if (it.parameter[0] < static_cast<std::int64_t>(DType::kQ4) || it.parameter[0] >= kDTypes) return false;
   const auto dtype = static_cast<DType>(it.parameter[0]);
-  if (is_ggml(dtype) && y.sizes[1] % ggml_block(dtype).numbers != 0) return false;
-  return is_float(y) && rows.element == Element::kByte && y.contiguous() && rows.contiguous() &&
-         y.sizes[0] == rows.sizes[0] && rows.sizes[1] == row_bytes(dtype, y.sizes[1]);
+  if (is_ggml(dtype) && columns % ggml_block(dtype).numbers != 0) return false;
+  return rows.rank == 2 && rows.element == Element::kByte && rows.contiguous() &&
+         rows.sizes[1] == row_bytes(dtype, columns);
 }
 
-bool sound_mean(const Instruction& it) {
-  const Operand &y = it.operand[0], &x = it.operand[1];
-  if (it.operands != 2 || it.parameters != 0 || y.element != Element::kF32 || x.element != Element::kF32) return false;
-  if (x.rank < 1 || y.rank != x.rank || y.sizes[y.rank - 1] != 1 || x.strides[x.rank - 1] != 1) return false;
-  return std::equal(x.sizes, x.sizes + x.rank - 1, y.sizes);
+bool sound_dequantize(const Instruction& it) {
+  const Operand &y = it.operand[0], &rows = it.operand[1];
+  return it.operands == 2 && it.parameters == 1 && y.rank == 2 && is_float(y) && y.contiguous() &&
+         sound_rows(it, rows, y.sizes[1]) && y.sizes[0] == rows.sizes[0];
 }
 
 bool sound_index_copy(const Instruction& it) {
@@ -147,18 +147,16 @@ bool sound_index_copy(const Instruction& it) {
 bool sound_linear(const Instruction& it) {
   const Operand &y = it.operand[0], &x = it.operand[1], &rows = it.operand[2], &bias = it.operand[3];
   if (it.operands < 3 || it.operands > 4 || it.parameters != 3 || x.rank < 1 || y.rank != x.rank) return false;
-  if (it.parameter[0] < static_cast<std::int64_t>(DType::kQ4) || it.parameter[0] >= kDTypes) return false;
-  const auto dtype = static_cast<DType>(it.parameter[0]);
   const std::int64_t columns = x.sizes[x.rank - 1];
-  if (!is_float(x) || x.element != y.element || !x.contiguous() || !y.contiguous() || !rows.contiguous()) return false;
-  if (is_ggml(dtype) && columns % ggml_block(dtype).numbers != 0) return false;
-  if (rows.rank != 2 || rows.element != Element::kByte || rows.sizes[1] != row_bytes(dtype, columns)) return false;
+  if (!is_float(x) || x.element != y.element || !x.contiguous() || !y.contiguous()) return false;
+  if (!sound_rows(it, rows, columns)) return false;
   if (y.sizes[y.rank - 1] != rows.sizes[0] || !std::equal(x.sizes, x.sizes + x.rank - 1, y.sizes)) return false;
   const bool biased = it.operands == 4;
   if (biased &&
       (bias.rank != 1 || bias.element != Element::kF32 || bias.sizes[0] != rows.sizes[0] || !bias.contiguous()))
     return false;
-  return it.parameter[2] == 0 || (it.parameter[1] != 0 && in_blocks(rows.sizes[0], columns) && takes_blocks(dtype));
+  return it.parameter[2] == 0 || (it.parameter[1] != 0 && in_blocks(rows.sizes[0], columns) &&
+                                  takes_blocks(static_cast<DType>(it.parameter[0])));
 }
 
 bool sound_attention(const Instruction& it) {
@@ -191,8 +189,8 @@ bool sound_call(const Instruction& it) {
 
 bool sound(const Instruction& it) {
   switch (it.op) {
-    case StepOp::kMean: return sound_mean(it);
-    case StepOp::kArgmax: return sound_argmax(it);
+    case StepOp::kMean:
+    case StepOp::kArgmax: return sound_reduction(it);
     case StepOp::kGather: return sound_gather(it);
     case StepOp::kTakeRows: return sound_take_rows(it);
     case StepOp::kDequantize: return sound_dequantize(it);
@@ -287,12 +285,12 @@ struct Runner {
     const std::int64_t n = it.operand[1].sizes[it.operand[1].rank - 1];
     over_rows(it, [&](char* y, const char* x, const std::int64_t*) {
       const auto* row = reinterpret_cast<const float*>(x);
-      const float mean = it.op == StepOp::kMean ? mean_of(row, n) : 0;
-      const std::int64_t best = it.op == StepOp::kMean ? 0 : argmax_of(row, n);
-      if (it.op == StepOp::kMean)
-        std::memcpy(y, &mean, sizeof(mean));
-      else
+      if (it.op == StepOp::kMean) {
+        *reinterpret_cast<float*>(y) = mean_of(row, n);
+      } else {
+        const std::int64_t best = argmax_of(row, n);
         std::memcpy(y, &best, sizeof(best));
+      }
     });
   }
 

@@ -17,7 +17,9 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_pi2.formats import FORMATS
+from torch_pi2.ops import attention, linear
 from torch_pi2.ops.library import load, unseen_by_modes
+from torch_pi2.ops.operators import arguments_of
 
 aten = torch.ops.aten
 
@@ -85,6 +87,8 @@ def close(programs: list[int]) -> None:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, dict):
+        value = list(value.values())
     if isinstance(value, (tuple, list)):
         return [tensor for part in value for tensor in _tensors(part)]
     return [value] if isinstance(value, torch.Tensor) else []
@@ -130,7 +134,7 @@ class Translation:
         """Finds views and last uses; returns what is written in place."""
         written = set[int]()
         for position, call in enumerate(self._calls):
-            given = _tensors((call[1], list(call[2].values())))
+            given = _tensors(call[1:3])
             for tensor in _tensors(call[3]):
                 source = next((other for other in given if _shares(tensor, other)), tensor)
                 if source is not tensor:
@@ -147,11 +151,11 @@ class Translation:
 
     def translate(self) -> None:
         for tensor in self.fixed:  # what is written by one name and read by another would lose its order
-            others = (other for other in self.fixed if other is not tensor and id(tensor) in self._written)
-            _known(not any(_overlap(tensor, other) for other in others))
+            if id(tensor) in self._written:
+                _known(not any(_overlap(tensor, other) for other in self.fixed if other is not tensor))
         for position, call in enumerate(self._calls):
             changes, made = _changes(call[0]), _tensors(call[3])
-            given = {id(tensor) for tensor in _tensors((call[1], list(call[2].values())))}
+            given = {id(tensor) for tensor in _tensors(call[1:3])}
             if not changes and made and all(id(tensor) in self._views.keys() | self._fixed | given for tensor in made):
                 continue
             if self._later and (changes or not self._waiting.isdisjoint(self._touched(call))):
@@ -166,7 +170,7 @@ class Translation:
     # --- PyTorch's calls ---
 
     def _touched(self, call: Call) -> set[int]:
-        return {id(self.root(tensor)) for tensor in _tensors((call[1], list(call[2].values())))}
+        return {id(self.root(tensor)) for tensor in _tensors(call[1:3])}
 
     def _leave_to_pytorch(self, position: int, call: Call) -> None:
         """Before the program under way; after it, if it needs or changes what that has made or used."""
@@ -208,7 +212,7 @@ class Translation:
 
     def _add(self, call: Call) -> None:
         func, args, kwargs, result = call
-        near = _tensors((result, args, list(kwargs.values())))
+        near = _tensors((result, args, kwargs))
         for op, operands, parameters in _instructions(func, args, kwargs, result):
             self._alive.append(operands)  # so that no other tensor gets the id of one of these
             for tensor in operands:
@@ -277,7 +281,7 @@ def _is_constant(call: Call) -> bool:
     """A tensor that depends on nothing, such as ``arange``."""
     func, args, kwargs, result = call
     changes = torch.Tag.nondeterministic_seeded in func.tags or _changes(func) or "empty" in func.__name__
-    return not changes and isinstance(result, torch.Tensor) and not _tensors((args, list(kwargs.values())))
+    return not changes and isinstance(result, torch.Tensor) and not _tensors((args, kwargs))
 
 
 def _is_tensor(value: Any) -> bool:
@@ -317,7 +321,7 @@ def _known(condition: bool) -> None:
 
 def _instructions(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> list[_Instruction]:
     """The instructions that compute a call."""
-    given, name = _tensors((args, list(kwargs.values()))), func.__name__.split(".")[0]
+    given, name = _tensors((args, kwargs)), func.__name__.split(".")[0]
     _known(isinstance(result, torch.Tensor) and result.numel() > 0)
     for tensor in (result, *given):
         _known(type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.is_cpu and tensor.dim() <= 6)
@@ -372,13 +376,19 @@ def _instructions(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], resu
         _known(x.dtype is y.dtype and index.dim() == 1 and x.dim() == y.dim() > 0)
         return [("index_copy", [y, x, index], [dim % y.dim()])]
     if func in (torch.ops.pi2.linear.default, torch.ops.pi2.linear_blocks.default):
-        x, rows, bias, weights, *more = args
-        _known(not kwargs and x.is_contiguous())
         blocks = func is torch.ops.pi2.linear_blocks.default
-        parameters = [FORMATS[weights].code, int(blocks or (more or [False])[0]), int(blocks)]
-        return [("linear", [result, x, rows, *([] if bias is None else [bias])], parameters)]
+        call = arguments_of(linear.linear_blocks if blocks else linear.linear, args)
+        _known(not kwargs and call.x.is_contiguous())
+        operands = [result, call.x, call.blocks if blocks else call.rows, *([] if call.bias is None else [call.bias])]
+        return [("linear", operands, [FORMATS[call.weights].code, int(blocks or call.int8_activations), int(blocks)])]
     if func is torch.ops.pi2.attention.default:
-        return [_attention(result, *args, **kwargs)]
+        call = arguments_of(attention.attention, args)
+        seen = None if call.mask is None else call.mask.expand(call.query.shape[0], -1, -1, -1)
+        operands = [result, call.query, call.key, call.value, *([] if seen is None else [seen])]
+        _known(not kwargs and all(operand.stride(-1) == 1 for operand in operands))
+        operands += [] if call.sinks is None else [call.sinks]
+        flags = int(call.causal), int(seen is not None), int(call.sinks is not None)
+        return [("attention", operands, [_double(call.scale), *flags])]
     raise _Unknown
 
 
@@ -398,19 +408,3 @@ def _binary(
         return op, [result, a.expand(result.shape)], [_double(b)]
     pair = [a.expand(result.shape), b.expand(result.shape)]
     return op, [result, *(pair[::-1] if func in _SWAPPED else pair)], []
-
-
-def _attention(
-    y: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    causal: bool = False,
-    sinks: torch.Tensor | None = None,
-) -> _Instruction:
-    seen = None if mask is None else mask.expand(query.shape[0], -1, -1, -1)
-    _known(all(t.stride(-1) == 1 for t in (query, key, value, *([] if seen is None else [seen]))))
-    operands = [y, query, key, value, *(t for t in (seen, sinks) if t is not None)]
-    return "attention", operands, [_double(scale), int(causal), int(seen is not None), int(sinks is not None)]
