@@ -94,8 +94,7 @@ def _params(config: Any) -> dict[str, Any]:
 
 
 def _head_dim(config: Any) -> int:
-    size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return size
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def _weights(config: Any, drawn: torch.Generator) -> Iterator[tuple[str, torch.Tensor]]:

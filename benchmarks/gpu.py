@@ -78,21 +78,18 @@ class _Layer:
     def predicted(self, x_TH: torch.Tensor) -> torch.Tensor:
         """The neurons that the predictor chooses, ``[T, I]``, on the CPU."""
         tensors = (tensor.cpu() for tensor in self.predictor)
-        found: torch.Tensor = torch.ops.pi2.predict_lowrank(x_TH.cpu(), *tensors, None, self.cut)
-        return found
+        return torch.ops.pi2.predict_lowrank(x_TH.cpu(), *tensors, None, self.cut)
 
     def sparse(self, x_TH: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.pi2.predicted_ffn(
+        return torch.ops.pi2.predicted_ffn(
             x_TH, self.rows, None, None, None, self.predictor, "lowrank", self.cut, "", False,
             "relu", False, 0, 0.0, self.weights, False,
         )  # fmt: skip
-        return y
 
     def exact(self, x_TH: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.pi2.sparse_ffn(
+        return torch.ops.pi2.sparse_ffn(
             x_TH, self.rows, None, None, None, None, "relu", False, 0, 0.0, self.weights, False
         )
-        return y
 
     def dense(self, x_TH: torch.Tensor) -> torch.Tensor:
         return F.linear(torch.relu(F.linear(x_TH, self.gate)) * F.linear(x_TH, self.up), self.down)

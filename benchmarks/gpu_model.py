@@ -124,8 +124,7 @@ def _whole(model: Any, tokens: int) -> Answer:
 
     def answer(ids: torch.Tensor) -> list[int]:
         there = ids.to(model.device)
-        found: list[int] = type(model).generate(model, there, **how, **_settings(tokens))[0, ids.shape[1] :].tolist()
-        return found
+        return type(model).generate(model, there, **how, **_settings(tokens))[0, ids.shape[1] :].tolist()
 
     return answer
 
@@ -133,8 +132,7 @@ def _whole(model: Any, tokens: int) -> Answer:
 def _eager(model: Any, device: str, tokens: int) -> Answer:
     def answer(ids: torch.Tensor) -> list[int]:
         out = type(model).generate(model, ids.to(device), **_settings(tokens))
-        found: list[int] = out[0, ids.shape[1] :].tolist()
-        return found
+        return out[0, ids.shape[1] :].tolist()
 
     return answer
 

@@ -147,8 +147,7 @@ def weights_alone(quantized: nn.Module) -> nn.Module:
             node.replace_all_uses_with(node.args[0].args[0])
     made.graph.eliminate_dead_code()
     made.recompile()
-    whole: nn.Module = made
-    return whole
+    return made
 
 
 def main(argv: list[str] | None = None) -> int:

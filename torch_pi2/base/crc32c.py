@@ -26,8 +26,7 @@ def _operator() -> Any:
 
 def crc32c(rows: torch.Tensor) -> torch.Tensor:
     """Checksum of every row: uint8 ``[N, M]`` contiguous -> int64 ``[N]``, each below 2^32."""
-    found: torch.Tensor = _operator()(rows)
-    return found
+    return _operator()(rows)
 
 
 def block_checks(data: torch.Tensor) -> torch.Tensor:

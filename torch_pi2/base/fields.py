@@ -234,7 +234,7 @@ def to_json(value: Any) -> Any:
 
 def from_json(kind: type[T], value: Any, path: str, fix: str = "Correct it, or make it again.") -> T:
     """Inverse of :func:`to_json`; ``path``, ``fix``: for messages. Raises ArtifactError: a missing or wrong field."""
-    return Field(value, path, fix).take(kind)  # type: ignore[no-any-return]
+    return Field(value, path, fix).take(kind)
 
 
 def check_fields(made: Any, called: str = "") -> None:

@@ -90,8 +90,7 @@ class OffloadedParameter(nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedParameter:
         if id(self) not in memo:
             memo[id(self)] = OffloadedParameter.make(*self.__reduce_ex__(2)[1])
-        copied: OffloadedParameter = memo[id(self)]
-        return copied
+        return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         state = (self._pi2_name, tuple(self.shape), self.dtype, self.requires_grad, self._pi2_class)

@@ -89,8 +89,7 @@ class Spec:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor; writing to it writes to the tensor."""
-    view: memoryview = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
-    return view
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def in_file_order(specs: Mapping[str, Spec]) -> list[str]:

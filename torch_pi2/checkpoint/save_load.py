@@ -403,7 +403,6 @@ def _load_weights(model: nn.Module, path: Path) -> None:
 
 def pretrained(kind: Any, folder: str | Path, **how: Any) -> nn.Module:
     """``kind.from_pretrained``. Raises ArtifactError: damage, or no tensor for a parameter (then random values)."""
-    model: nn.Module
     with verifying(Path(folder)):
         model, loading = kind.from_pretrained(folder, **how, output_loading_info=True)
     if missing := sorted(loading["missing_keys"]):

@@ -63,8 +63,7 @@ def packed_sdpa(
     if sinks is None and not (plain_masks and known):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        result: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, mask, **kwargs)
-        return result
+        return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
     scale, causal = kwargs.get("scaling"), kwargs.get("is_causal")
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     causal = getattr(module, "is_causal", True) if causal is None else bool(causal)

@@ -30,8 +30,7 @@ def group_of(model: nn.Module) -> Group | None:
 def coordinator_of(model: nn.Module) -> Coordinator | None:
     """The coordinator of the group of ``model`` if this process leads it."""
     group = group_of(model)
-    coordinator: Coordinator | None = None if group is None else group.coordinator
-    return coordinator
+    return None if group is None else group.coordinator
 
 
 def broadcast_call(method: Method) -> Method:

@@ -261,8 +261,7 @@ class Decoder:
         """Next tokens or logits; ``of_each``: logits ``[T, V]`` of all tokens, each computed as if it came alone."""
         with packed_attention(self.model), single_steps() if of_each else nullcontext():
             if of_each:
-                logits_TV: torch.Tensor = self.model(**self._inputs(ids_BT)).logits[0]
-                return logits_TV
+                return self.model(**self._inputs(ids_BT)).logits[0]
             return self._answer(self.model(**self._inputs(ids_BT), logits_to_keep=1).logits)
 
     @broadcast_call

@@ -265,5 +265,4 @@ class TextStream:
 
     def _decode(self, ids: Sequence[int]) -> str:
         ids = [token for token in ids if token not in self._hidden]
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
+        return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -155,13 +155,11 @@ class StepGraph:
     def __call__(self, ids_BT: torch.Tensor) -> torch.Tensor:
         if self._translates:
             return self._translate(ids_BT)
-        result: torch.Tensor = self._run(ids_BT, *self._given)
-        return result
+        return self._run(ids_BT, *self._given)
 
     def _translate(self, ids_BT: torch.Tensor) -> torch.Tensor:
         """The result of this step; the next ones run programs (:mod:`torch_pi2.decode.step_program`)."""
         self._translates = False
-        result: torch.Tensor
         result, made = translated(self._run, ids_BT, self.inputs)
         if made is not None:
             self._run, self._given = _code(made.graph), made.fixed

@@ -310,8 +310,7 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _double(value: float) -> int:
-    bits: int = struct.unpack("<q", struct.pack("<d", value))[0]
-    return bits
+    return struct.unpack("<q", struct.pack("<d", value))[0]
 
 
 def _known(condition: bool) -> None:

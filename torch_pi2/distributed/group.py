@@ -37,8 +37,7 @@ def _broadcast(own: torch.Tensor, root: int, group_name: str) -> torch.Tensor:
     """The tensor of process ``root`` of a group; the tensors of all processes have one shape."""
     # PyTorch's wrapper waits when its result is first used, which a recorded graph would not see.
     ops = torch.ops._c10d_functional
-    result: torch.Tensor = ops.wait_tensor(ops.broadcast(own.contiguous(), root, group_name))
-    return result
+    return ops.wait_tensor(ops.broadcast(own.contiguous(), root, group_name))
 
 
 def of_each(make: Callable[[], Result]) -> list[Result]:
@@ -105,8 +104,7 @@ class Group:
     def gather(self, own: torch.Tensor) -> torch.Tensor:
         """``own`` of all processes, of one shape, concatenated along the first dimension by rank."""
         ops = torch.ops._c10d_functional  # as in _broadcast
-        result: torch.Tensor = ops.wait_tensor(ops.all_gather_into_tensor(own.contiguous(), self.size, self.name))
-        return result
+        return ops.wait_tensor(ops.all_gather_into_tensor(own.contiguous(), self.size, self.name))
 
     def broadcast(self, own: torch.Tensor, rank: int) -> torch.Tensor:
         """``own`` of process ``rank``."""

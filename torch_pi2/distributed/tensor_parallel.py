@@ -43,14 +43,12 @@ class Share:
         """All chunks' sums, added in the layer's order, plus ``bias``, in the shape and dtype of ``x``."""
         if self.own < self.most:
             own_CTH = torch.cat([own_CTH, own_CTH.new_zeros(self.most - self.own, *own_CTH.shape[1:])])
-        result: torch.Tensor = torch.ops.pi2.add_parts(self.group.gather(own_CTH), self.order, bias, x)
-        return result
+        return torch.ops.pi2.add_parts(self.group.gather(own_CTH), self.order, bias, x)
 
     def add_ranks(self, own: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """The sum of ``own``, float32 ``[..., H]``, by rank, in the shape and dtype of ``x``."""
         parts_RTH = self.group.gather(own.reshape(1, -1, own.shape[-1]))
-        result: torch.Tensor = torch.ops.pi2.add_parts(parts_RTH, list(range(self.group.size)), None, x)
-        return result
+        return torch.ops.pi2.add_parts(parts_RTH, list(range(self.group.size)), None, x)
 
 
 class ShardedFFN(OffloadedFFN):

@@ -301,8 +301,7 @@ class _Traced:
         logits = [
             self._forward(x.contiguous(), torch.tensor([start + i * self.max_prompt])) for i, x in enumerate(pieces)
         ]
-        last: torch.Tensor = logits[-1][0, -1]
-        return last
+        return logits[-1][0, -1]
 
     def step(self, id_11: torch.Tensor, position: int) -> torch.Tensor:
         """Logits ``[V]`` after one more token."""

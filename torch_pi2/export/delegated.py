@@ -106,7 +106,7 @@ def cold_part(ffn: SparseFFN, x: torch.Tensor, first: int) -> torch.Tensor:
     if ffn.has_predictor and not (takes_prompt_path(ffn, x) or skips_predictor(ffn, x)):
         active_TC = ffn.predict(x)[..., max(0, first - ffn.n_hot) :].contiguous()
     gate, up, thresholds = (None if b is None else b[first:] for b in (ffn.bias_gate, ffn.bias_up, ffn.thresholds))
-    y: torch.Tensor = torch.ops.pi2.sparse_ffn(
+    return torch.ops.pi2.sparse_ffn(
         x,
         rows_of(ffn, first, site.intermediate).contiguous(),
         gate,
@@ -116,7 +116,6 @@ def cold_part(ffn: SparseFFN, x: torch.Tensor, first: int) -> torch.Tensor:
         *ffn.settings(max(0, ffn.n_hot - first), ffn.threshold)[:-1],
         thresholds,
     )
-    return y
 
 
 class DelegatedFFN(nn.Module):
@@ -127,8 +126,7 @@ class DelegatedFFN(nn.Module):
         self.model, self.layer = model, layer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.pi2.delegate_ffn(x, self.model, self.layer, 0)
-        return y
+        return torch.ops.pi2.delegate_ffn(x, self.model, self.layer, 0)
 
 
 class DelegatedExperts(nn.Module):
@@ -142,8 +140,7 @@ class DelegatedExperts(nn.Module):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         routed = (top_k_index, top_k_weights)
-        y: torch.Tensor = torch.ops.pi2.delegate_experts(hidden_states, self.model, self.layer, *routed)
-        return y
+        return torch.ops.pi2.delegate_experts(hidden_states, self.model, self.layer, *routed)
 
 
 class SplitFFN(nn.Module):
@@ -156,8 +153,7 @@ class SplitFFN(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         settings = (self.model, self.layer, self.first, self.layer + 1)
         h = self.hot(torch.ops.pi2.delegate_submit(x, *settings))
-        y: torch.Tensor = torch.ops.pi2.delegate_collect(h, *settings)
-        return y
+        return torch.ops.pi2.delegate_collect(h, *settings)
 
 
 def exported_layers(model: nn.Module) -> list[SparseLayer]:

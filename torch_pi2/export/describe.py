@@ -120,8 +120,7 @@ def _fixed_bytes(folder: Path, packed_copies: int, planned: tuple[int, int], pre
         with StoreReader(folder / STORE_FILE) as store:
             entries = store.entries
         size += sum(engine_bytes(entries, OffloadConfig())) + max(scratch_bytes(e, tokens) for e in entries)
-    total: int = _PROCESS_BYTES + max(_TOKENIZER_KEPT * tokenizer + size, _TOKENIZER_READ * tokenizer)
-    return total
+    return _PROCESS_BYTES + max(_TOKENIZER_KEPT * tokenizer + size, _TOKENIZER_READ * tokenizer)
 
 
 def _made_by(decoder: bool, settings: ExportSettings) -> dict[str, str]:

@@ -117,8 +117,7 @@ def stats(*, reset: bool = False) -> dict[str, Any]:
         if needed < 0:
             raise MemoryError(last_error())
         if needed <= size:
-            found: dict[str, Any] = json.loads(text.value.decode(errors="replace"))
-            return found
+            return json.loads(text.value.decode(errors="replace"))
         size = 2 * needed
 
 

@@ -76,8 +76,7 @@ class HotChunks(nn.Module):
         up = self.up[i](x)
         gated_up = act(up) if self.activation_on_up or not self.gate else up
         h = act(self.gate[i](x)) * gated_up if self.gate else gated_up
-        y: torch.Tensor = self.down[i](h)
-        return y
+        return self.down[i](h)
 
 
 def linear_of(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:

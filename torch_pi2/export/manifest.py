@@ -174,8 +174,7 @@ class Manifest:
     @classmethod
     def from_json(cls, data: Mapping[str, Any], where: str = MANIFEST_FILE) -> Manifest:
         """Inverse of :meth:`to_json`; ignores unknown fields. Raises ArtifactError, with ``where`` and the field."""
-        made: Manifest = _made(cls, Field(data, where, _FIX), where=where)
-        return made
+        return _made(cls, Field(data, where, _FIX), where=where)
 
     def save(self, folder: str | Path) -> None:
         """Write ``folder``/manifest.json atomically. Raises ArtifactError."""

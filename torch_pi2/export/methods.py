@@ -192,8 +192,7 @@ def _ffn_bytes(layers: Sequence[SparseFFN], settings: ExportSettings, chunks: Se
     sites = [ffn.site for ffn in layers]
     neurons = [min(site.intermediate, count * CHUNK) for site, count in zip(sites, chunks, strict=True)]
     weights = sum(n * site.rows_per_neuron * site.hidden for n, site in zip(neurons, sites))
-    size: int = round(weights * settings.qnn.bits / 8)
-    return size
+    return round(weights * settings.qnn.bits / 8)
 
 
 def _accelerated(source: Source, lanes: Lanes, settings: ExportSettings, staging: Path, chunks: Chunks) -> Accelerated:

@@ -413,8 +413,7 @@ def _cache_kib(manifest: Manifest, folder: Path, budget: int) -> int:
             "it comes from flash for each token.",
             *(folder, cache / 2**20, manifest.token_bytes / 2**20),
         )
-    kib: int = min(cache, manifest.store_bytes) // 1024
-    return kib
+    return min(cache, manifest.store_bytes) // 1024
 
 
 #: Options are global until a store is opened: one program at a time sets them.

@@ -241,5 +241,4 @@ def best_scales(w_Nk: torch.Tensor, weights: str, counts_k: torch.Tensor | None 
     scale_NE = (extreme_N1 / ends_E).half().float()
     off_NEk = w_Nk[:, None] - scale_NE[..., None] * integers(w_Nk[:, None], scale_NE[..., None], weights)
     error_NE = off_NEk.square_() @ (torch.ones(GROUP) if counts_k is None else counts_k)
-    best_N1: torch.Tensor = scale_NE.gather(1, error_NE.argmin(1, keepdim=True))
-    return best_N1
+    return scale_NE.gather(1, error_NE.argmin(1, keepdim=True))

@@ -132,8 +132,7 @@ def _formula(module: nn.Module, gated: bool) -> tuple[Formula, bool] | None:
 
         def fused(probes: Sequence[torch.Tensor], interleaved: bool = interleaved) -> torch.Tensor:
             whole = torch.stack(list(probes), -1).flatten(-2) if interleaved else torch.cat(list(probes), -1)
-            made: torch.Tensor = gate(whole)
-            return made
+            return gate(whole)
 
         found = identify(fused, [(8, 64), (8, 64)], 64)
         if isinstance(found, Formula) and found.gate == 0:

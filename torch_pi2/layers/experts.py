@@ -188,7 +188,6 @@ class SparseExperts(nn.Module):
     def compute(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
         """:meth:`forward` without checks, for the experts whose tensors are on the device of ``x``."""
         routed, stored = (x, index, routing, self.neuron_rows), (self.weights, self.int8_activations)
-        y: torch.Tensor
         if on_gpu(x):
             y = torch.ops.pi2.gathered_experts(*routed, *self.asked(self.cuts_E, self.thresholds_E), *stored)
         else:

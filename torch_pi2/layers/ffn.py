@@ -221,7 +221,6 @@ class SparseFFN(DenseForm):
         self.check_input(x)
         if self.training and self.only_in_eval:
             raise needs_eval(self.site)
-        y: torch.Tensor
         if self.split is not None:
             y = self.split(self, x)
         elif takes_prompt_path(self, x):
@@ -249,9 +248,7 @@ class SparseFFN(DenseForm):
         return self.by_batch[-1][1]
 
     def _predicted(self, x: torch.Tensor, n_hot: int) -> torch.Tensor:
-        y: torch.Tensor
-        y = torch.ops.pi2.predicted_ffn(x, *self.tensors(), *self.asked(), *self.settings(n_hot, self.threshold))
-        return y
+        return torch.ops.pi2.predicted_ffn(x, *self.tensors(), *self.asked(), *self.settings(n_hot, self.threshold))
 
     def asked(self) -> tuple[list[torch.Tensor], str, float, str, bool]:
         """Arguments of ``torch.ops.pi2.predicted_ffn`` after :meth:`tensors`: the predictor and its settings."""
@@ -296,9 +293,7 @@ class SparseFFN(DenseForm):
         return self._compute(x, self.site.intermediate, 0.0)
 
     def _compute(self, x: torch.Tensor, n_hot: int, threshold: float) -> torch.Tensor:
-        y: torch.Tensor
-        y = torch.ops.pi2.sparse_ffn(x, *self.tensors(), None, *self.settings(n_hot, threshold))
-        return y
+        return torch.ops.pi2.sparse_ffn(x, *self.tensors(), None, *self.settings(n_hot, threshold))
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """Arguments of ``torch.ops.pi2.sparse_ffn`` after its input: neurons and biases."""

@@ -192,11 +192,9 @@ class HybridFFN:
     def __call__(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
         """``layer(x)`` on the GPU; the parts' results are added in float32. Threads take turns."""
         self._follow(layer)
-        y: torch.Tensor
         if self.cold is None:
             assert self.hot is not None
-            y = self.hot.whole(x)
-            return y
+            return self.hot.whole(x)
         with self.link.turn:
             arriving = self.link.leave(x)
             hot = None if self.hot is None else self.link.queue(functools.partial(self.hot.whole, x))
@@ -248,10 +246,8 @@ class HybridExperts:
     @uncompiled(reason=_UNORDERED)
     def __call__(self, layer: Any, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
         """``layer(x, index, routing)`` on the GPU; the parts' results are added in float32. Threads take turns."""
-        y: torch.Tensor
         if len(self.there) == self.experts:
-            y = self._on_gpu(x, index, routing)
-            return y
+            return self._on_gpu(x, index, routing)
         sent = (index, routing.float(), x)
         with self.link.turn:
             # for one copy; element sizes must not increase from one tensor to the next
@@ -271,8 +267,7 @@ class HybridExperts:
 
     def _on_gpu(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
         assert self.hot is not None
-        y: torch.Tensor = self.hot.compute(x, self._place_E1[index.clamp(-1, self.experts)], routing)
-        return y
+        return self.hot.compute(x, self._place_E1[index.clamp(-1, self.experts)], routing)
 
     def _cold(self, index_Tk: torch.Tensor) -> torch.Tensor:
         """Indices with experts on the GPU as no expert; invalid ones stay, for the operator to refuse."""

@@ -301,8 +301,7 @@ class LazyDown:
 
         def region(probes: Sequence[torch.Tensor]) -> torch.Tensor:
             given = dict(zip(sorted(streams), probes))
-            out: torch.Tensor = evaluate(note, lambda leaf: given[leaf.source.stream], ignore_casts=True)
-            return out
+            return evaluate(note, lambda leaf: given[leaf.source.stream], ignore_casts=True)
 
         with temporarily_clear_interpreter_stack():  # under torch.vmap: probes are not mapped over
             return computes(region, shapes, self.ffn.site.intermediate, self.formula)

@@ -152,14 +152,11 @@ class QuantLinear(_OverRows):
         return y.to(result_dtype(input))
 
     def _times(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.pi2.linear(x, self.rows, self.bias, self.weights, self.int8_activations)
-        return y
+        return torch.ops.pi2.linear(x, self.rows, self.bias, self.weights, self.int8_activations)
 
     def dequantized(self) -> torch.Tensor:
         """The dequantised weight ``[N, K]`` in the float layer's dtype."""
-        w_NK: torch.Tensor
-        w_NK = torch.ops.pi2.dequantize(self.in_row_order(), self.weights, self.in_features, self.dtype)
-        return w_NK
+        return torch.ops.pi2.dequantize(self.in_row_order(), self.weights, self.in_features, self.dtype)
 
     def use_blocks(self) -> None:
         """Store rows in blocks of 16, in place, if this CPU's kernels prefer them; the values do not change."""

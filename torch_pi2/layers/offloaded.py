@@ -94,12 +94,11 @@ class Store:
         for engine in lists().engines if c.engine == "auto" else (c.engine,):
             refused = f"engine: {engine} is not available here: "
             try:
-                number: int = torch.ops.pi2.store_open(
+                return torch.ops.pi2.store_open(
                     str(self.path), cache_bytes, engine, c.policy, c.io_threads, c.direct, c.verify, c.pipeline,
                     c.window, c.in_flight, c.run_bytes, c.gap_bytes, self.hot_share, c.spin,
                     self.device.numbers if self.device else (), c.miss_margin, c.drop_experts,
                 )  # fmt: skip
-                return number
             except MemoryError as error:
                 raise _no_memory(str(self.path)) from error
             except RuntimeError as error:
@@ -343,14 +342,11 @@ class InStore:
 
     def read(self, operator: Any, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
         """``operator(x, *arguments)``, which reads the store. Raises ArtifactError or OutOfMemoryError if it cannot."""
-        y: torch.Tensor
         if torch.compiler.is_compiling():
-            y = operator(x, *arguments)
-            return y
+            return operator(x, *arguments)
         self.store.check_tokens(x.numel() // self.site.hidden)
         with explained(f"{self.store.path}, read for {self.site.key}"):
-            y = operator(x, *arguments)
-        return y
+            return operator(x, *arguments)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """``model.to(...)`` leaves the neurons on ``meta``."""

@@ -70,8 +70,7 @@ def row_of_each(neuron_rows: torch.Tensor, row: int, kind: str, hidden: int, dty
     if kind == "float":
         return neuron_rows[:, row].to(dtype)
     rows, of = row_of_neurons(neuron_rows, row, kind, hidden)
-    w_IH: torch.Tensor = torch.ops.pi2.dequantize(rows, of, hidden, dtype)
-    return w_IH
+    return torch.ops.pi2.dequantize(rows, of, hidden, dtype)
 
 
 def permuted(bias: torch.Tensor | None, order: torch.Tensor) -> torch.Tensor | None:
@@ -171,7 +170,6 @@ class DenseForm(nn.Module):
                 continue
             own = replace(ref, expert=None)
             new = own.take_bias(value) if name == ref.bias else own.take(value)
-            target: torch.Tensor | None
             if name == ref.bias:
                 target = {"gate": self.bias_gate, "up": self.bias_up, "down": self.bias_down}[role]
                 new = new if role == "down" else new[self.order]

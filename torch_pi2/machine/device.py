@@ -80,10 +80,7 @@ class Device:
     def read_times(self, offsets: Sequence[int], sizes: Sequence[int], *, depth: int, range_bytes: int) -> torch.Tensor:
         """Simulated completion times in seconds, float64 ``[n]``, of these reads in a loop of ``depth``."""
         load()
-        times: torch.Tensor = torch.ops.pi2.device_times(
-            list(self.numbers), range_bytes, depth, list(offsets), list(sizes)
-        )
-        return times
+        return torch.ops.pi2.device_times(list(self.numbers), range_bytes, depth, list(offsets), list(sizes))
 
 
 def find_device(device: str | Path) -> Device:

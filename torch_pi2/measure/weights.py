@@ -57,10 +57,8 @@ class Weights:
     def rows(self, count: int) -> torch.Tensor:
         """``count`` adjacent rows from a random start."""
         start = int(torch.randint(self.count - count + 1, (), generator=self._generator))
-        some: torch.Tensor = self._rows[start : start + count]
-        return some
+        return self._rows[start : start + count]
 
     def neuron_rows(self, neurons: int) -> torch.Tensor:
         """``neurons`` adjacent neurons of three rows from a random start."""
-        some: torch.Tensor = self.rows(3 * neurons).unflatten(0, (-1, 3))
-        return some
+        return self.rows(3 * neurons).unflatten(0, (-1, 3))

@@ -12,8 +12,7 @@ LINEAR, PREDICTOR, FFN = 0, 1, 2
 
 def read(*, reset: bool = True) -> list[list[int]]:
     """Rows of (kind, rows, columns, calls, nanoseconds) of all threads since the last reset."""
-    rows: list[list[int]] = torch.ops.pi2.timings(reset).tolist()
-    return rows
+    return torch.ops.pi2.timings(reset).tolist()
 
 
 def milliseconds(timings: Iterable[Sequence[int]], kind: int) -> float:

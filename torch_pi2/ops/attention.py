@@ -10,8 +10,7 @@ from torch_pi2.ops.operators import operator
 
 
 def _result(call: SimpleNamespace) -> torch.Tensor:
-    y: torch.Tensor = call.query.new_empty(call.query.transpose(1, 2).shape)
-    return y
+    return call.query.new_empty(call.query.transpose(1, 2).shape)
 
 
 @operator(_result)

@@ -143,7 +143,6 @@ def predicted(
     ops: Any = predictors,
 ) -> torch.Tensor:
     """Neurons that :func:`predicted_ffn`'s predictor selects, bool ``[..., rows]``; ``ops``: references or kernels."""
-    mask: torch.Tensor
     if kind == "signbit":
         mask = ops.predict_signbit(x, predictor[0], x.shape[-1], cut)
     elif kind == "lowrank":

@@ -46,8 +46,7 @@ def operator(result: Callable[[SimpleNamespace], torch.Tensor], out: bool = Fals
 
 
 def like_x(call: SimpleNamespace) -> torch.Tensor:
-    y: torch.Tensor = call.x.new_empty(call.x.shape)
-    return y
+    return call.x.new_empty(call.x.shape)
 
 
 def arguments_of(reference: Callable[..., Any], args: tuple[Any, ...]) -> SimpleNamespace:

@@ -62,8 +62,7 @@ def quantize(what: str, w: torch.Tensor, weights: str, importance: torch.Tensor 
     if importance is not None:
         check_importance(what, importance, w.shape[1])
         importance = importance.float().contiguous()
-    rows: torch.Tensor = torch.ops.pi2.quantize(w.detach(), weights, importance)
-    return rows
+    return torch.ops.pi2.quantize(w.detach(), weights, importance)
 
 
 class RelativeError:

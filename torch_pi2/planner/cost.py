@@ -118,8 +118,7 @@ def predicted_share(layer: LayerShape, tokens: float) -> np.ndarray:
     fires_I = np.clip(tokens * one_I / np.maximum(f_I, 1e-300), 1, tokens)
     with np.errstate(divide="ignore"):
         missed_I = np.power(1 - recall, fires_I) * np.power(1 - q, tokens - fires_I)
-    share: np.ndarray = 1 - (1 - f_I) * (1 - q) ** tokens - f_I * missed_I
-    return share
+    return 1 - (1 - f_I) * (1 - q) ** tokens - f_I * missed_I
 
 
 def cold_neurons(layer: LayerShape, batch: float, hot: int) -> float:
@@ -196,8 +195,7 @@ def _wanted_slots(layer: LayerShape, batch: int, hot: int, first: int) -> np.nda
         padded = np.zeros(layer.slots * layer.cluster)
         padded[: len(share_I)] = share_I
         share_I = 1 - np.prod(1 - padded.reshape(layer.slots, layer.cluster), axis=1)
-    wanted_S: np.ndarray = use * share_I
-    return wanted_S
+    return use * share_I
 
 
 def ffn_ms(layer: LayerShape, hardware: Hardware, batch: float, hot: int, accelerator: int = 0) -> dict[str, float]:

@@ -59,8 +59,7 @@ def kept(function: Callable[[L, float], T]) -> Callable[[L, float], T]:
         key = function.__name__, number
         if key not in layer.known:
             layer.known[key] = function(layer, number)
-        result: T = layer.known[key]
-        return result
+        return layer.known[key]
 
     return known
 
@@ -149,12 +148,10 @@ class LayerShape:
         """
         largest, f_I = self.frequencies[-1]
         if batch >= largest:
-            beyond: np.ndarray = 1 - (1 - f_I) ** (batch / largest)
-            return beyond
+            return 1 - (1 - f_I) ** (batch / largest)
         upper = next(i for i, (size, _) in enumerate(self.frequencies) if size > batch)
         (low, low_I), (high, high_I) = self.frequencies[max(0, upper - 1)], self.frequencies[upper]
-        between: np.ndarray = low_I + (high_I - low_I) * max(0.0, np.log2(batch / low) / np.log2(high / low))
-        return between
+        return low_I + (high_I - low_I) * max(0.0, np.log2(batch / low) / np.log2(high / low))
 
 
 @dataclass(frozen=True, eq=False)
@@ -334,8 +331,7 @@ def _frequencies(stats: LayerStats, layer: LayerPlan) -> tuple[tuple[int, np.nda
 
 
 def _weight(module: Any) -> torch.Tensor:
-    weight: torch.Tensor = module.rows if isinstance(module, QuantLinear) else module.weight
-    return weight
+    return module.rows if isinstance(module, QuantLinear) else module.weight
 
 
 def _kernel(module: Any) -> str:

@@ -25,8 +25,7 @@ def sign_bytes(hidden: int) -> int:
 def pack_signs(w: torch.Tensor) -> torch.Tensor:
     """``[I, H]`` -> uint8 ``[I, ceil(H / 64) * 8]``: bit k % 8 of byte k // 8 is 1 where weight k is below zero."""
     bits = torch.nn.functional.pad((w < 0).to(torch.uint8), (0, -w.shape[-1] % 64)).unflatten(-1, (-1, 8))
-    packed: torch.Tensor = (bits << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(-1, dtype=torch.uint8)
-    return packed
+    return (bits << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(-1, dtype=torch.uint8)
 
 
 class SignBit:

@@ -112,16 +112,14 @@ def skeleton(
             )
         if (Path(folder) / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    result: nn.Module = model.eval()
-    return result
+    return model.eval()
 
 
 def on_meta(model: nn.Module) -> nn.Module:
     """A copy of ``model`` with all its parameters and buffers on ``meta``."""
     memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), False) for p in model.parameters()}
     memo |= {id(buffer): buffer.to("meta") for buffer in model.buffers()}
-    copied: nn.Module = copy.deepcopy(model, memo)
-    return copied
+    return copy.deepcopy(model, memo)
 
 
 @contextmanager
@@ -164,8 +162,7 @@ def put(model: nn.Module, names: list[str], value: torch.Tensor) -> None:
 
 def now(model: nn.Module, name: str) -> torch.Tensor:
     owner, _, local = name.rpartition(".")
-    tensor: torch.Tensor = getattr(model.get_submodule(owner), local)
-    return tensor
+    return getattr(model.get_submodule(owner), local)
 
 
 def fill(

@@ -24,8 +24,7 @@ def template_of(tokenizer: Any, tools: Sequence[dict[str, Any]] | None = None) -
     if not has_template(tokenizer):
         found, fix = "one that has none", "Use /v1/completions, or put a chat_template.jinja into the model's folder."
         raise ConfigError("messages", expected="a model whose tokenizer has a chat template", found=found, fix=fix)
-    text: str = tokenizer.get_chat_template(tools=tools)
-    return text
+    return tokenizer.get_chat_template(tools=tools)
 
 
 def chat_ids(
@@ -41,8 +40,7 @@ def chat_ids(
         raise ConfigError(
             "messages", expected="what the chat template takes", found=str(error), fix="Correct the messages."
         ) from error
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 @dataclass
@@ -159,5 +157,4 @@ class ChatSession:
             if message["role"] != "assistant" and text and not (text[-1].isspace() or new[:1].isspace()):
                 text += "\n"  # a line was entered, after an answer that may have been cut
             text += new
-        ids: list[int] = self._tokenizer(text)["input_ids"]
-        return ids
+        return self._tokenizer(text)["input_ids"]

@@ -47,8 +47,7 @@ class ResponseFormat(BaseModel):
     def schema_wanted(self) -> dict[str, Any] | bool | None:
         """The schema of the answer; None: any text."""
         if self.type == "json_schema" and self.json_schema is not None:
-            schema: dict[str, Any] | bool = self.json_schema.get("schema", True)
-            return schema
+            return self.json_schema.get("schema", True)
         return {"type": "object"} if self.type == "json_object" else None
 
 

@@ -143,8 +143,7 @@ class GateMaker:
     def _float(rows: torch.Tensor, columns: int, weights: str) -> torch.Tensor:
         if weights in FLOATS:
             return rows.view(DTYPES[weights]).float()
-        values: torch.Tensor = torch.ops.pi2.dequantize(rows, weights, columns, torch.float32)
-        return values
+        return torch.ops.pi2.dequantize(rows, weights, columns, torch.float32)
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
         """Gate rows of neurons ``[start, stop)`` as stored, uint8; call it in order."""
@@ -160,7 +159,6 @@ class GateMaker:
         g -= (g @ self.d)[:, None] * (self.d / hidden)
         g /= g.norm(dim=1, keepdim=True)
         g += offset
-        rows: torch.Tensor
         if self.weights in FLOATS:
             rows = g.to(DTYPES[self.weights]).view(torch.uint8)
         else:
@@ -206,7 +204,7 @@ def random_rows(count: int, columns: int, weights: str, deviation: float, genera
     if weights in FLOATS or columns % 32:
         values_NK = torch.randn((count, columns), generator=generator) * deviation
         if weights not in FLOATS:
-            return torch.ops.pi2.quantize(values_NK, weights)  # type: ignore[no-any-return]
+            return torch.ops.pi2.quantize(values_NK, weights)
         return values_NK.to(DTYPES[weights]).view(torch.uint8)
     groups = columns // 32
     total = row_bytes(weights, columns)

@@ -246,8 +246,7 @@ def train(
         trainer.train(resume_from_checkpoint=checkpoint)
     trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_fp32_wrapper=False)
     student.config.use_cache = use_cache
-    rows: list[dict[str, Any]] = [row for row in trainer.state.log_history if "weight" in row]
-    return rows
+    return [row for row in trainer.state.log_history if "weight" in row]
 
 
 def _last_checkpoint(folder: Path) -> str | None:

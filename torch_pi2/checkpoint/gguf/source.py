@@ -246,8 +246,7 @@ def _values(rows: torch.Tensor, tensor: GgufTensor) -> torch.Tensor:
     if name in _FLOATS:
         return _check_finite(rows.view(_FLOATS[name]), tensor.name)
     if (own := own_format(name)) is not None:
-        values: torch.Tensor = torch.ops.pi2.dequantize(own_rows(rows, tensor.type), own, tensor.columns, torch.float32)
-        return values
+        return torch.ops.pi2.dequantize(own_rows(rows, tensor.type), own, tensor.columns, torch.float32)
     gguf = gguf_package()
     try:
         made = gguf.quants.dequantize(rows.numpy(), gguf.GGMLQuantizationType[name])

@@ -157,7 +157,7 @@ def _delegate(program: torch.export.ExportedProgram, compiled: Compiled) -> nn.M
     specs = [CompileSpec(QCOM_QNN_COMPILE_SPEC, compiled.spec)]
     delegate: Any = LoweredBackendModule(program, "QnnBackend", compiled.context, specs)
     delegate.meta = {"debug_handle_map": {}}
-    return delegate  # type: ignore[no-any-return]
+    return delegate
 
 
 @dataclass(frozen=True)

@@ -158,8 +158,7 @@ def pt2e(
     for one in inputs:
         prepared(*one)
     _use_scales(prepared, scales)
-    converted: torch.fx.GraphModule = convert_pt2e(prepared)
-    return converted
+    return convert_pt2e(prepared)
 
 
 def _use_scales(prepared: torch.fx.GraphModule, scales: Mapping[str, torch.Tensor]) -> None:

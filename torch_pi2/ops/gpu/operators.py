@@ -230,8 +230,7 @@ def _experts_on_the_cpu(*args: Any) -> torch.Tensor:
     call = arguments_of(gathered_experts, args)
     call.cuts = [] if call.kind == NO_PREDICTOR else call.cuts.tolist()
     call.thresholds = call.thresholds.tolist()
-    y: torch.Tensor = torch.ops.pi2.experts_ffn(*vars(call).values())
-    return y
+    return torch.ops.pi2.experts_ffn(*vars(call).values())
 
 
 def register_gathered_experts() -> Any:
