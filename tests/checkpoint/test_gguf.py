@@ -131,6 +131,21 @@ def test_experts_keep_gate_and_up(made: Any, tmp_path: Path) -> None:
     assert torch.equal(state, torch.cat(stacks, 1))
 
 
+@pytest.mark.parametrize("name", ["arcee", "jais2", "nemotron"])
+def test_zeros_of_layers_without_gate_are_skipped(made: Any, tmp_path: Path, name: str) -> None:
+    """Up keeps its rows, and down is rounded to int8."""
+    model, _, file = made(name)
+    typed = tmp_path / "typed.gguf"
+    values = ggufs.retyped(file, typed, "Q8_0")
+    report = torch_pi2.import_gguf(typed, tmp_path / "out")
+    assert (report.weights, report.neurons) == ("int8", 2)
+    assert set(report.rounded) == {f"model.layers.{i}.mlp.down_proj.weight" for i in range(2)}
+    again = torch_pi2.load(tmp_path / "out", dtype=torch.float32, activations="float")
+    assert str(again).count("SparseFFN(256 -> 512 -> 256, relu2(up), exact, 0 hot, int8)") == 1  # (0-1): 2 x ...
+    wanted = logits(ggufs.with_values(copy.deepcopy(model), file, values))
+    assert float((logits(again) - wanted).norm() / wanted.norm()) < 0.01
+
+
 def test_powerinfer(made: Any, tmp_path: Path) -> None:
     """ReLU instead of SiLU, down neuron by neuron, predictors: nothing is rounded of Q4_0, and zeros are skipped."""
     model, _, file = made("llama")
@@ -309,7 +324,7 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     ("gemma2", "attention.sliding_window", 0, r"a window of one token or more, found gemma2\.att"),
     ("mixtral", "expert_used_count", 0, "expert_used_count in .*: expected from 1 to 4, as .*, found 0"),
     ("mixtral", "expert_used_count", 5, "expert_used_count in .*: expected from 1 to 4, as .*, found 5"),
-    ("bert", "block_count", 2, "expected gemma, gemma2, gemma3, llama.*, found 'bert'"),
+    ("bert", "block_count", 2, "expected arcee, gemma, gemma2, gemma3, .*llama.*, found 'bert'"),
     ("llama", "block_count", None, "llama.block_count in .*: expected a whole number from 1 to"),
     ("llama", "block_count", 3, "block_count in .*: expected 2, as its tensors have it, found 3"),
     ("llama", "block_count", 1, "block_count in .*: expected 2, as its tensors have it, found 1"),
@@ -320,6 +335,14 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     ("llama", "attention.head_count_kv", 3, "attention.head_count_kv in .*: expected 128, .*found 192"),
     ("llama", "attention.layer_norm_rms_epsilon", None, "layer_norm_rms_epsilon in .*found 'nothing'"),
     ("llama", "embedding_length", 512, "embedding_length in .*: expected 256, .*found 512"),
+    ("jais2", "attention.layer_norm_epsilon", None, "layer_norm_epsilon in .*found 'nothing'"),
+    ("nemotron", "attention.layer_norm_rms_epsilon", 0.5, "'attention.layer_norm_rms_epsilon' 0.5"),
+    (
+        "nemotron",
+        "rope.dimension_count",
+        128,
+        "rope.dimension_count in .*: expected a .* from 1 to 64, found 128",
+    ),
     ("llama", "logit_scale", 2.0, "expected metadata that is known, .*, found llama.'logit_scale' 2.0"),
     ("llama", "rope.scaling.attn_factor", 1.5, "'rope.scaling.attn_factor' 1.5"),
     ("llama", "pooling_type", 3, "'pooling_type' 3"),
@@ -358,6 +381,7 @@ NEUTRAL: dict[str, dict[str, Any]] = {
         "embedding_length_out": 256,
     },
     "mixtral": {"expert_weights_scale": 1.0, "expert_weights_norm": True, "expert_shared_count": 0},
+    "nemotron": {"attention.layer_norm_rms_epsilon": 1e-5},
     "qwen2_moe": {"expert_weights_norm": False, "expert_shared_count": 1},
     "gemma3": {"attention.sliding_window_pattern": 6, "attention.key_length_swa": 64, "final_logit_softcapping": 0.0},
 }

@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from torch_pi2.checkpoint.gguf.families import _COMMON as CONFIG_KEYS
 from torch_pi2.checkpoint.gguf.families import FAMILIES, llama3_divisors
 from torch_pi2.checkpoint.gguf.source import stack_name
 from torch_pi2.store.source import expert_matrix
@@ -60,6 +59,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", {"query_pre_attn_scalar": 64, "sliding_window": 32}),
     "phi3": ("phi3", {"tie_word_embeddings": False}),
     "olmo2": ("olmo2", {}),
+    "arcee": ("arcee", {}),
+    "jais2": ("jais2", {}),
+    "nemotron": ("nemotron", {}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "qwen2_moe": ("qwen2_moe", {**_EXPERTS, "shared_expert_intermediate_size": 512, "norm_topk_prob": False}),
     "qwen3_moe": ("qwen3_moe", {**_EXPERTS, "norm_topk_prob": True}),
@@ -109,8 +111,9 @@ def written(folder: Path, file: Path) -> Path:
     family = next(family for family in FAMILIES if family.model_type == kind)
     rope = dict(config.rope_parameters)
     rope = dict(rope.get("full_attention", rope))
-    said = {key: getattr(config, attribute, None) for key, attribute in {**CONFIG_KEYS, **family.keys}.items()}
-    said |= dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), config.head_dim)
+    said = {key: getattr(config, attribute, None) for key, attribute in family.attributes.items()}
+    said |= dict.fromkeys(("attention.key_length", "attention.value_length"), config.head_dim)
+    said["rope.dimension_count"] = round(config.head_dim * rope.get("partial_rotary_factor", 1))
     writer = gguf.GGUFWriter(file, family.arch)
     for key, value in (said | {"rope.freq_base": float(rope["rope_theta"])}).items():
         if value is not None:
@@ -298,11 +301,12 @@ def _typed(data: np.ndarray[Any, Any], of: Any, generator: Any) -> np.ndarray[An
 def with_values(model: Any, file: Path, values: dict[str, np.ndarray[Any, Any]]) -> Any:
     """``model`` with the numbers of a file's matrices instead of its own, put there by names that ``gguf`` has.
 
-    Llama's rows of q and k are put in order here, too.
+    Rows of q and k are put in order here, too.
     """
     arch = gguf.GGUFReader(file).fields["general.architecture"].contents()
     of = next(one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(of, model.config.num_hidden_layers)
+    permuted = next(family.permuted for family in FAMILIES if family.arch == arch)
     heads = {"q": model.config.num_attention_heads, "k": model.config.num_key_value_heads}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -318,7 +322,7 @@ def with_values(model: Any, file: Path, values: dict[str, np.ndarray[Any, Any]])
                 continue
             value = torch.from_numpy(values[f"{known}.{suffix}"])
             kind = known.rpartition("attn_")[2]
-            if arch == "llama" and kind in heads:
+            if permuted and kind in heads:
                 value = value.unflatten(0, (heads[kind], -1, 2)).transpose(1, 2).flatten(0, 2)
             parameter.copy_(value)
     return model

@@ -18,6 +18,7 @@ from torch_pi2.base.fields import shown
 from torch_pi2.errors import ArtifactError, UnsupportedModelError
 from torch_pi2.store.gguf import GgufFile
 
+_LAYER_NORM, _RMS_NORM = "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"
 #: Key, without the architecture -> attribute of the configuration.
 _COMMON = {
     "context_length": "max_position_embeddings",
@@ -27,7 +28,7 @@ _COMMON = {
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    _RMS_NORM: "rms_norm_eps",
     "vocab_size": "vocab_size",
 }
 #: Keys that do not matter here, or are read for some models of a family only.
@@ -66,13 +67,10 @@ _ENDS = frozenset(
         *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"),
     )
 )
-#: Keys that a file must have (``feed_forward_length`` not with experts).
-_REQUIRED = {
-    *("context_length", "embedding_length", "block_count", "attention.head_count", "feed_forward_length"),
-    "attention.layer_norm_rms_epsilon",
-}
+#: Keys that a file must have (``feed_forward_length`` not with experts), beside the epsilon of its norms.
+_REQUIRED = {"context_length", "embedding_length", "block_count", "attention.head_count", "feed_forward_length"}
 #: Keys of positive counts.
-_COUNTS = {*_COMMON} - {"attention.layer_norm_rms_epsilon"}
+_COUNTS = {*_COMMON} - {_RMS_NORM}
 #: Suffixes of keys with fractional numbers.
 _FRACTIONS = (
     "epsilon",
@@ -96,6 +94,7 @@ class Family:
         keys: key -> attribute, besides the common ones. fixed: attribute -> value built into llama.cpp.
         permuted: q and k have their rotary halves interleaved in the file. by_neuron: down has one row per neuron.
         norm_offset: difference between norm weights in the file and in the model.
+        biases: attribute -> tensor of the first block whose bias tells it. partial: a part of a head may be rotated.
     """
 
     arch: str
@@ -105,6 +104,16 @@ class Family:
     permuted: bool = False
     by_neuron: bool = False
     norm_offset: float = 0.0
+    biases: Mapping[str, str] = field(default_factory=dict)
+    partial: bool = False
+
+    @property
+    def attributes(self) -> dict[str, str]:
+        """Key -> attribute, with the epsilon of one kind of norm."""
+        found = {**_COMMON, **self.keys}
+        if _LAYER_NORM in self.keys:
+            del found[_RMS_NORM]
+        return found
 
     def permuted_part(self, tensor: str) -> str | None:
         """``q`` or ``k`` if rows of the tensor with this name are permuted, otherwise None."""
@@ -114,8 +123,9 @@ class Family:
 
 _GEMMA = {"hidden_activation": "gelu_pytorch_tanh"}
 _CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
+_RELU2, _BIASES = {"hidden_act": "relu2"}, {"attention_bias": "attn_output", "mlp_bias": "ffn_down"}
 FAMILIES = (
-    Family("llama", "llama", fixed={"hidden_act": "silu"}, permuted=True),
+    Family("llama", "llama", fixed={"hidden_act": "silu"}, permuted=True, biases=_BIASES),
     Family(
         "llama",
         "mixtral",
@@ -124,7 +134,7 @@ FAMILIES = (
         permuted=True,
     ),
     # PowerInfer's files: llama with ReLU (ProSparse, ReluLLaMA), with down matrices stored by neuron
-    Family("llama", "llama", fixed={"hidden_act": "relu"}, permuted=True, by_neuron=True),
+    Family("llama", "llama", fixed={"hidden_act": "relu"}, permuted=True, by_neuron=True, biases=_BIASES),
     Family("qwen2", "qwen2", fixed={"hidden_act": "silu", "use_sliding_window": False}),
     Family("qwen3", "qwen3", fixed={"hidden_act": "silu", "use_sliding_window": False, "attention_bias": False}),
     Family(
@@ -144,6 +154,9 @@ FAMILIES = (
     Family("gemma3", "gemma3_text", _SLIDING, _GEMMA, norm_offset=1.0),
     Family("phi3", "phi3", _SLIDING, {"hidden_act": "silu"}),
     Family("olmo2", "olmo2", fixed={"hidden_act": "silu"}),
+    Family("arcee", "arcee", fixed=_RELU2, permuted=True, biases=_BIASES),
+    Family("jais2", "jais2", {_LAYER_NORM: "layer_norm_eps"}, _RELU2, biases=_BIASES),
+    Family("nemotron", "nemotron", {_LAYER_NORM: "norm_eps"}, _RELU2, norm_offset=1.0, biases=_BIASES, partial=True),
 )
 
 
@@ -210,8 +223,8 @@ def configuration(file: GgufFile) -> dict[str, Any]:
     meta = ArchMetadata(file, arch)
     config: dict[str, Any] = {"model_type": family.model_type, **family.fixed}
     required = _REQUIRED - ({"feed_forward_length"} if "expert_feed_forward_length" in family.keys else set())
-    for key, attribute in {**_COMMON, **family.keys}.items():
-        if meta.has(key) or key in required:
+    for key, attribute in family.attributes.items():
+        if meta.has(key) or key in required or key in (_LAYER_NORM, _RMS_NORM):
             config[attribute] = meta.number(key, least=key in _COUNTS, most=1 << 31 if "epsilon" not in key else 1)
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     rows = len(tokens) if isinstance(tokens, list) else file.tensor("token_embd.weight").shape[0]
@@ -222,11 +235,15 @@ def configuration(file: GgufFile) -> dict[str, Any]:
             _unsupported(file, "a window of one token or more", f"{arch}.attention.sliding_window 0")
         config["sliding_window"] = None
     width = config.setdefault("head_dim", config["hidden_size"] // max(1, config["num_attention_heads"]))
-    if meta.number("attention.value_length", width) != width or meta.number("rope.dimension_count", width) != width:
+    rotated = meta.number("rope.dimension_count", width, least=1, most=width)
+    if meta.number("attention.value_length", width) != width or (rotated != width and not family.partial):
         _unsupported(file, "heads of one width, all of it rotated", "others")
     _check_sizes(file, config, meta)
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     config["rope_parameters"] = _rope(file, meta, family)
+    if family.partial:
+        config["rope_parameters"]["partial_rotary_factor"] = rotated / width
+    config |= {name: f"blk.0.{tensor}.bias" in file.tensors for name, tensor in family.biases.items()}
     _special(file, family, config, meta)
     config |= _special_tokens(file, config["vocab_size"])
     if meta.get("attention.causal") not in (None, True):
@@ -239,6 +256,7 @@ def configuration(file: GgufFile) -> dict[str, Any]:
         "attention.sliding_window_pattern": {"gemma2": 2, "gemma3_text": 6}.get(family.model_type),
         **dict.fromkeys(("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"), width),
         "embedding_length_out": config["hidden_size"],
+        _RMS_NORM: config.get(family.attributes.get(_LAYER_NORM, "")),  # converters write both
         "expert_shared_count": int("shared_expert_intermediate_size" in config),
     }
     for key in sorted(meta.unused - _ELSEWHERE):
@@ -359,9 +377,6 @@ def _special(file: GgufFile, family: Family, config: dict[str, Any], meta: ArchM
     if family.model_type == "gemma2":
         for name, cap in (("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)):
             config[name] = config.get(name, cap) or None  # 0: none
-    if family.model_type == "llama":
-        config["attention_bias"] = "blk.0.attn_output.bias" in file.tensors
-        config["mlp_bias"] = "blk.0.ffn_down.bias" in file.tensors
     if family.model_type == "phi3" and any(name.startswith("rope_factors") for name in file.tensors):
         _unsupported(file, "rotary positions without factors of their own", "rope_factors_long.weight")
     if "expert_feed_forward_length" not in family.keys:
