@@ -404,12 +404,20 @@ class TensorReader(OpenFile):
         self.read_into(name, tensor, row=0 if rows is None else rows[0])
         return tensor
 
-    def mapped(self, name: str) -> torch.Tensor:
-        """Tensor ``name`` in place, in the mapped :attr:`memory`. Raises as :meth:`read`."""
-        spec = self.spec(name)
-        if name in self._unverified:
+    def mapped(self, name: str, *, whole: bool = False) -> torch.Tensor:
+        """Tensor ``name`` in place, in the mapped :attr:`memory`; ``whole``: not only some rows will be used.
+
+        Raises as :meth:`read`.
+        """
+        spec, at = self.spec(name), self._start[name]
+        if not whole:  # where a huge page would be read for a row
+            self.memory.use_huge_pages(False, at, spec.nbytes)
+        tensor = self.memory.tensor(spec.shape, spec.dtype, at)
+        if name in self._unverified and whole:
+            self.compare(name, [block_checks(torch.frombuffer(bytes_of(tensor), dtype=torch.uint8))])
+        elif name in self._unverified:
             self.verify_tensor(name)
-        return self.memory.tensor(spec.shape, spec.dtype, self._start[name])
+        return tensor
 
     @cached_property
     def memory(self) -> MappedFile:

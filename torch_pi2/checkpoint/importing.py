@@ -17,6 +17,7 @@ from torch import nn
 
 from torch_pi2.base.fields import checked
 from torch_pi2.base.files import atomic_write, replacing_folder
+from torch_pi2.base.memory import leave_cache
 from torch_pi2.base.modules import fresh_settings
 from torch_pi2.base.package import quiet_imports
 from torch_pi2.base.tensorfile import TensorWriter
@@ -31,6 +32,8 @@ from torch_pi2.graph.find import Found, search
 from torch_pi2.layers.linear import can_stand_for
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.activations import exact_zeros
+from torch_pi2.ops.constants import wants_blocks
+from torch_pi2.ops.linear import to_blocks
 from torch_pi2.ops.quantized import RelativeError
 from torch_pi2.rewrite.skeleton import on_meta, skeleton
 from torch_pi2.store.folder import PI2_FOLDER, check_replaceable, check_separate, declare, read_config
@@ -125,7 +128,7 @@ def write_imported(
         for name, module in empty.named_modules()
         if isinstance(module, nn.Embedding) and can_stand_for(module) and _is_packed(checkpoint, f"{name}.weight")
     }
-    writer = _Importer(stored, checkpoint, plan, strategies, linears, embeddings, neurons)
+    writer = _Importer(stored, checkpoint, plan, strategies, linears, embeddings, neurons, activations == "int8")
     made, found_hash = writer.write(folder / PI2_FOLDER, progress)
     if unused := checkpoint.unused():
         raise UnsupportedModelError(
@@ -142,7 +145,9 @@ def write_imported(
     report = ImportReport(**vars(made), types=dict(writer.kept), rounded=writer.rounded, neurons=len(plan.layers))
     report.weights = writer.neuron_formats
     report.bytes_in = checkpoint.nbytes
-    report.bytes_out = (folder / PI2_FOLDER / WEIGHTS_FILE).stat().st_size
+    weights = folder / PI2_FOLDER / WEIGHTS_FILE
+    report.bytes_out = weights.stat().st_size
+    leave_cache(weights)  # which has it in small pages
     return report
 
 
@@ -173,6 +178,7 @@ class _Importer(Quantizer):
         linears: dict[str, int],
         embeddings: dict[str, int],
         neurons: str,
+        int8_activations: bool,
     ) -> None:
         self._packed = checkpoint
         self.kept: Counter[str] = Counter()
@@ -190,6 +196,10 @@ class _Importer(Quantizer):
             packed = checkpoint.packed(self._stored(f"{name}.weight"))
             if packed is not None and packed.format != self._kind:
                 formats[name] = packed.format
+        for name, columns in linears.items():
+            rows = checkpoint.spec(self._stored(f"{name}.weight")).shape[0]
+            if wants_blocks(formats.get(name, self._kind), rows, columns, int8_activations):
+                self._in_blocks.append(name)
 
     @property
     def neuron_formats(self) -> str:
@@ -225,14 +235,19 @@ class _Importer(Quantizer):
         stored, error = self._stored(f"{name}.weight"), RelativeError()
         packed = self._packed.packed(stored)
         assert packed is not None
+        tied = name in self._tied
         for start, stop in row_chunks(self._checkpoint.spec(stored)):
             if packed.kept:
                 rows = self._packed.own_rows(stored, start, stop)
             else:
                 rows = self._rows(self._checkpoint.read(stored, (start, stop)), stored, error, packed.format)
-            update_digest(digest, rows)
+            if not tied:
+                update_digest(digest, rows)
+            if name in self._in_blocks:
+                rows = to_blocks(rows, packed.format, self._linears[name])
             out.write(f"{name}.weight", rows, row=start)
-        self._count(name, stored, packed.format, packed.kept)
+        if not tied:
+            self._count(name, stored, packed.format, packed.kept)
         return error.relative
 
     def _as_stored(

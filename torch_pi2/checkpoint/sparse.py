@@ -268,6 +268,8 @@ def load_sparse(
         groups = places(model)
         ours = {name for layer in plan.layers for name in layer.site.parameter_names}
         embeddings: dict[str, torch.Tensor] = {}
+        if on_disk := weights.path.name == WEIGHTS_FILE:
+            weights.memory.use_huge_pages()
         for name, width in weights.embeddings.items():
             ours.add(f"{name}.weight")
             # rows stay in the file, of which a prompt reads few, unless a layer computes with them or a budget counts
@@ -283,26 +285,32 @@ def load_sparse(
             stored_as, outputs = weights.format_of(name), {weights.rows_name(linear) for linear in weights.linears}
             in_blocks = wants_blocks(stored_as, embedding.num_embeddings, width, int8_activations)
             computed = f"{name}.weight" in outputs and not in_blocks
-            in_file = not computed and weights.path.name == WEIGHTS_FILE
-            rows = (weights.mapped if in_file else weights.read)(f"{name}.weight")
+            rows = (weights.mapped if on_disk and not computed else weights.read)(f"{name}.weight")
             embedded = QuantEmbedding(rows, width, stored_as, embedding.padding_idx, scale)
             embedded.dtype = embedding.weight.dtype
             model.set_submodule(name, embedded.eval())
             embeddings[f"{name}.weight"] = embedded.rows
         for name, columns in bar(list(weights.linears.items()), "load linear layers", progress, delay=2):
             ours |= {f"{name}.weight", f"{name}.bias"}
-            tied = embeddings.get(weights.rows_name(name))  # shared, unless the kernel needs them in blocks
             linear: Any = model.get_submodule(name)
-            stored_as = weights.format_of(name)
-            in_blocks = tied is not None and wants_blocks(stored_as, len(tied), columns, int8_activations)
-            rows = weights.read(weights.rows_name(name)) if tied is None or in_blocks else tied
+            of_rows, stored_as = weights.rows_name(name), weights.format_of(name)
+            in_blocks = wants_blocks(stored_as, linear.out_features, columns, int8_activations)
+            if of_rows in embeddings and not in_blocks:  # shared
+                rows = embeddings[of_rows]
+            elif on_disk and in_blocks == (name in weights.in_blocks):
+                rows = weights.mapped(of_rows, whole=True)
+            else:
+                rows = weights.read(of_rows)
             bias = None
             if linear.bias is not None:
                 weights.spec(f"{name}.bias")  # raises if there is none
                 bias = weights.read_like(f"{name}.bias", linear.bias, torch.float32)
             made = QuantLinear(rows, bias, columns, stored_as, int8_activations)
-            made.dtype = linear.weight.dtype
-            made.use_blocks()
+            made.dtype, made.blocks = linear.weight.dtype, name in weights.in_blocks
+            if in_blocks:
+                made.use_blocks()
+            elif made.blocks:
+                made.leave_blocks()
             model.set_submodule(name, made.eval())
         trim()  # rows that were copied into blocks
 

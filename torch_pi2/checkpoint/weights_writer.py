@@ -17,6 +17,7 @@ from torch_pi2.checkpoint.stored import Stored
 from torch_pi2.errors import NonFiniteError, check_made_from
 from torch_pi2.fitting.gptq_model import neuron_key
 from torch_pi2.formats import FLOATS, row_bytes
+from torch_pi2.ops.linear import ROWS as BLOCK_ROWS
 from torch_pi2.ops.quantized import RelativeError
 from torch_pi2.ops.quantized import quantize as quantize_rows
 from torch_pi2.ops.rows import row_of_neurons
@@ -93,6 +94,8 @@ class Quantizer:
         floats = ([name for name in names if name not in elsewhere] for names in stored.groups)
         self._floats = [n for names in floats for n in names if n == names[0] or self._differ(n, names[0])]
         self._held: dict[torch.dtype, torch.Tensor] = {}
+        #: Linears to write in blocks, as this CPU's kernels read them; also those that are tied to an embedding.
+        self._in_blocks: list[str] = []
 
     def _differ(self, *names: str) -> bool:
         """Whether the checkpoint has other values for one of two tied names: from_pretrained does not tie them then."""
@@ -114,7 +117,13 @@ class Quantizer:
         report = QuantizeReport(self._kind)
         digest = hashlib.sha256()
         meta = metadata(
-            self._kind, NO_HASH, self._linears, self._strategies, formats=self._formats, embeddings=self._embeddings
+            self._kind,
+            NO_HASH,
+            self._linears,
+            self._strategies,
+            formats=self._formats,
+            embeddings=self._embeddings,
+            in_blocks=self._in_blocks,
         )
         with TensorWriter(folder / WEIGHTS_FILE, specs, meta, progress=progress) as out:
             for name in self._floats:
@@ -142,11 +151,16 @@ class Quantizer:
         return report, found
 
     @property
-    def _in_rows(self) -> dict[str, int]:
-        """Columns of quantised linears and embeddings that own their rows (a linear tied to an embedding does not)."""
+    def _tied(self) -> set[str]:
+        """Linears with the rows of an embedding."""
         shared = {alias for name in self._embeddings for alias in self._of.alias.get(f"{name}.weight", ())}
-        own = {name: n for name, n in self._linears.items() if f"{name}.weight" not in shared}
-        return {**self._embeddings, **own}
+        return {name for name in self._linears if f"{name}.weight" in shared}
+
+    @property
+    def _in_rows(self) -> dict[str, int]:
+        """Columns of quantised linears and embeddings that own their rows in the file; tied ones do in blocks."""
+        shared = self._tied - {*self._in_blocks}
+        return {**self._embeddings, **{name: n for name, n in self._linears.items() if name not in shared}}
 
     def _write_linear(self, name: str, out: TensorWriter, digest: Any) -> float:
         stored = self._stored(f"{name}.weight")
@@ -253,6 +267,7 @@ def converted(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tens
 def row_chunks(spec: Spec) -> Iterator[tuple[int, int]]:
     rows = spec.shape[0] if spec.shape else 1
     step = max(1, _CHUNK // max(4, 4 * math.prod(spec.shape[1:])))
+    step = max(step - step % BLOCK_ROWS, BLOCK_ROWS)
     for start in range(0, rows, step):
         yield start, min(start + step, rows)
 

@@ -24,7 +24,14 @@ from torch_pi2.base.tensorfile import Spec
 from torch_pi2.errors import StaleArtifactError
 from torch_pi2.formats import FORMATS, formats_of, neuron_shape, row_bytes
 from torch_pi2.store.superblock import PAGE, SECTOR, LayerEntry, Superblock, hash_bytes
-from torch_pi2.store.weights import MIXED_VERSION, PAIRS_VERSION, WEIGHTS_FILE, WEIGHTS_VERSION, QuantizedWeights
+from torch_pi2.store.weights import (
+    BLOCKS_VERSION,
+    MIXED_VERSION,
+    PAIRS_VERSION,
+    WEIGHTS_FILE,
+    WEIGHTS_VERSION,
+    QuantizedWeights,
+)
 from torch_pi2.types.method import Method
 from torch_pi2.types.plan import LayerPlan, Plan
 from torch_pi2.types.shard import Shard
@@ -36,7 +43,7 @@ STORE_FORMAT = "torch_pi2.store"
 STORE_VERSIONS = ("2", "3", "4")
 #: Version of ``weights.safetensors`` -> version of a store with its metadata. 3: linear layers in several formats,
 #: or a quantised embedding; 4: neurons in another format than the rest, or in two.
-_STORE_VERSIONS_OF = {WEIGHTS_VERSION: "2", MIXED_VERSION: "3", PAIRS_VERSION: "4"}
+_STORE_VERSIONS_OF = {WEIGHTS_VERSION: "2", MIXED_VERSION: "3", PAIRS_VERSION: "4", BLOCKS_VERSION: "4"}
 SUPERBLOCK = "pi2.superblock"
 #: Metadata key of stores with a shard.
 SHARD = "shard"
@@ -92,7 +99,8 @@ class StoreReader(QuantizedWeights):
     """
 
     all_checked = False  # neurons have their own checksums, in tensors
-    file_format, file_versions, pairs_version = STORE_FORMAT, STORE_VERSIONS, _STORE_VERSIONS_OF[PAIRS_VERSION]
+    file_format, file_versions, blocks_versions = STORE_FORMAT, STORE_VERSIONS, ()
+    pairs_versions = (_STORE_VERSIONS_OF[PAIRS_VERSION],)
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)

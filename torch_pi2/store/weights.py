@@ -7,7 +7,7 @@ floats have their usual names. While a float model is packed, it has float neuro
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,6 +20,8 @@ from torch_pi2.base.reading import parse
 from torch_pi2.base.tensorfile import Spec, TensorReader
 from torch_pi2.errors import ArtifactError, ConfigError, check_made_from
 from torch_pi2.formats import FLOAT, FLOATS, FORMATS, PAIRS, QUANTIZED, ROWS, neuron_shape, row_bytes
+from torch_pi2.ops.linear import ROWS as BLOCK_ROWS
+from torch_pi2.ops.linear import fits, from_blocks
 from torch_pi2.types.plan import Plan
 from torch_pi2.types.site import MOST_SIZE, FFNSite
 
@@ -30,8 +32,12 @@ MIXED_VERSION = "2"
 #: Version of files with neurons in another format than ``weights``, or in two formats.
 PAIRS_VERSION = "3"
 FORMAT = "torch_pi2.weights"
+#: Version of files with linear layers in blocks, as this machine's kernels read them.
+BLOCKS_VERSION = "4"
 #: How a layer's modules are replaced (:mod:`torch_pi2.rewrite.rewrite`).
 STRATEGIES = ("owner", "chain", "lazy")
+#: Metadata key of the linears in blocks.
+BLOCKS = "blocks"
 NO_FORMATS: Mapping[str, str] = {}
 NO_EMBEDDINGS: Mapping[str, int] = {}
 
@@ -44,6 +50,7 @@ def metadata(
     *,
     formats: Mapping[str, str] = NO_FORMATS,
     embeddings: Mapping[str, int] = NO_EMBEDDINGS,
+    in_blocks: Collection[str] = (),
 ) -> dict[str, str]:
     """The metadata of a weights file.
 
@@ -51,7 +58,7 @@ def metadata(
         kind: the main format. model_hash: the plan's. strategies: site key -> one of ``STRATEGIES``.
         linears: module name of every quantised linear -> its number of inputs.
         formats: exceptions from ``kind``, by module name of linears and embeddings and by site key of neurons.
-        embeddings: module name of every quantised embedding -> its width.
+        embeddings: module name of every quantised embedding -> its width. in_blocks: linears whose rows are in blocks.
     """
     made = {
         "format": "pt",
@@ -65,6 +72,8 @@ def metadata(
     if formats or embeddings:
         made["pi2_version"] = PAIRS_VERSION if any(key in strategies for key in formats) else MIXED_VERSION
         made |= {"formats": json.dumps(dict(formats)), "embeddings": json.dumps(dict(embeddings))}
+    if in_blocks:
+        made |= {"pi2_version": BLOCKS_VERSION, BLOCKS: json.dumps(list(in_blocks))}
     return made
 
 
@@ -89,13 +98,15 @@ class QuantizedWeights(TensorReader):
         file_format, file_versions: accepted format and versions in the metadata.
         kind: the main format, see :meth:`format_of`. weights: its name for operators. model_hash: the plan's.
         linears: module name -> number of inputs. strategies: site key -> one of ``STRATEGIES``.
-        embeddings: module name -> width, of quantised ones.
+        embeddings: module name -> width, of quantised ones. in_blocks: linears whose rows are in blocks of 16
+            (:mod:`torch_pi2.ops.linear`).
     """
 
     file_format: str = FORMAT
-    file_versions: tuple[str, ...] = (WEIGHTS_VERSION, MIXED_VERSION, PAIRS_VERSION)
-    #: The version that lists formats of neurons.
-    pairs_version: str = PAIRS_VERSION
+    file_versions: tuple[str, ...] = (WEIGHTS_VERSION, MIXED_VERSION, PAIRS_VERSION, BLOCKS_VERSION)
+    #: The versions that may list formats of neurons, and linears in blocks.
+    pairs_versions: tuple[str, ...] = (PAIRS_VERSION, BLOCKS_VERSION)
+    blocks_versions: tuple[str, ...] = (BLOCKS_VERSION,)
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
@@ -120,9 +131,15 @@ class QuantizedWeights(TensorReader):
         in_pairs = (*QUANTIZED, *PAIRS)
         self._formats = {n: one.text(in_pairs if n in self.strategies else ROWS) for n, one in formats.each().items()}
         of_neurons = next((name for name in self._formats if name in self.strategies), None)
-        if version != self.pairs_version and of_neurons is not None:
+        if version not in self.pairs_versions and of_neurons is not None:
             formats.wrong(f"linear layers and embeddings alone, in version {version}", of_neurons)
         self.embeddings = {name: width.whole(1, MOST_SIZE) for name, width in embeddings.each().items()}
+        blocks = self._json(BLOCKS, "[]")
+        self.in_blocks = {
+            one.text([name for name in self.linears if f"{name}.weight" in self.specs]) for one in blocks.items()
+        }
+        if self.in_blocks and version not in self.blocks_versions:
+            blocks.wrong(f"none, in version {version}", f"{len(self.in_blocks)}")
         if self.linears and self.weights == "float":
             linears.wrong(f"none, in a file of {self.kind}", f"{len(self.linears)}")
         if self._formats and self.weights == FLOAT:
@@ -152,6 +169,16 @@ class QuantizedWeights(TensorReader):
         if own in self.specs or not self.embeddings:
             return own
         return f"{next(iter(self.embeddings))}.weight"
+
+    def read_bytes(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Bytes ``[start, stop)`` of tensor ``name``, uint8; of rows in blocks as they are in row order."""
+        linear, spec = name.removesuffix(".weight"), self.spec(name)
+        if linear not in self.in_blocks:
+            return super().read_bytes(name, start, stop)
+        row = spec.nbytes // spec.shape[0]
+        first, last = start // row // BLOCK_ROWS * BLOCK_ROWS, -(-stop // row // BLOCK_ROWS) * BLOCK_ROWS
+        rows = from_blocks(self.read(name, (first, last)), self.format_of(linear), self.linears[linear])
+        return rows.view(-1)[start - first * row : stop - first * row]
 
     def _refuse(self, expected: str, found: str) -> NoReturn:
         raise ArtifactError(
@@ -223,6 +250,8 @@ class QuantizedWeights(TensorReader):
                 self._refuse(wanted, f"a {type(linear).__name__}")
             if linear.in_features != columns:
                 self._refuse(wanted, str(linear.in_features))
+            if name in self.in_blocks and not fits(linear.out_features, columns):
+                self._refuse(f"{name} in row order, as its rows do not fit blocks", BLOCKS)
             rows = Spec((linear.out_features, row_bytes(self.format_of(name), columns)), torch.uint8)
             self.check(self.rows_name(name), rows)
         for name, width in self.embeddings.items():

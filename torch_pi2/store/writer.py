@@ -26,6 +26,7 @@ from torch_pi2.store.superblock import (
     slot_bytes,
     superblock_bytes,
 )
+from torch_pi2.store.weights import BLOCKS
 from torch_pi2.types.method import PREDICTED
 from torch_pi2.types.plan import Plan
 from torch_pi2.types.shard import Shard
@@ -97,7 +98,7 @@ class StoreAssembly:
         self._paddings: list[str] = []
         self._end = 0
         self._place(groups)
-        self.metadata = {name: text for name, text in weights.items() if name != SHARD} | {
+        self.metadata = {name: text for name, text in weights.items() if name not in (SHARD, BLOCKS)} | {
             "pi2_format": STORE_FORMAT,
             "pi2_version": store_version(weights),
             "layers": json.dumps([layer.site.key for layer in layers]),

@@ -43,7 +43,7 @@ _HEAD_BYTES = 1 << 20
 #: Bytes of the file's name in its folder's name: file systems allow 255, and lock files add some.
 _NAME_BYTES = 100
 #: Increased when imports change, so that cached ones are made again.
-_REVISION = 5
+_REVISION = 6
 
 
 @checked

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +48,22 @@ def write_tokenizer(file: GgufFile, folder: Path) -> str:
         from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
 
         vocabulary, about = _described(file)
+        given = [(left, right) for left, _, right in (merge.partition(" ") for merge in vocabulary.get("merges", ()))]
         if model == "gpt2":
-            made = _byte_level(vocabulary["tokens"], vocabulary.get("token_type", ()), vocabulary["merges"], pre)
+            made = _byte_level(vocabulary["tokens"], vocabulary.get("token_type", ()), pre)
             about = {"add_bos_token": pre in _LIKE_LLAMA3, **about}
+        else:  # merges apart, with which tokenizers take seconds
+            made, _ = convert_gguf_tokenizer(arch, vocabulary | {"merges": []})
+        ids = made.get_vocab(with_added_tokens=False)
+        if model == "gpt2" or given:
+            merges = _checked(given, ids)
         else:
-            made, _ = convert_gguf_tokenizer(arch, vocabulary)
+            merges = _implied_merges(ids, None if arch.startswith("gemma") else vocabulary["scores"])
         if model == "llama" and not arch.startswith("gemma"):
             _as_llama_cpp_splits(made, file.metadata.get("tokenizer.ggml.add_space_prefix") is not False)
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=_NotCopied(made), **about)
         tokenizer.save_pretrained(folder)
-        (folder / "tokenizer.json").write_text(_short(tokenizer.backend_tokenizer.to_str()), encoding="utf-8")
+        (folder / "tokenizer.json").write_text(_with_merges(made, merges), encoding="utf-8")
     except BaseException as error:  # transformers and tokenizers raise many types
         if not is_failure(error):
             raise
@@ -74,14 +81,37 @@ class _NotCopied:
         return self._tokenizer
 
 
-def _short(text: str) -> str:
-    """``tokenizer.json`` with each merge as a text of two words, as before tokenizers 0.20: it is read a third faster.
+def _implied_merges(ids: Mapping[str, int], scores: Sequence[float] | None) -> list[tuple[str, str]]:
+    """The merges of a SentencePiece vocabulary, best first: by scores of the results, or in the vocabulary's order.
 
-    Not if words have spaces.
+    As transformers finds them, which takes longer.
     """
-    head, name, merges = text.partition('"merges":[')
-    word = r'"((?:[^"\\]|\\.)*)"'
-    return text if " " in merges else head + name + re.sub(rf"\[{word},{word}\]", r'"\1 \2"', merges)
+    found = []
+    for token, index in sorted(ids.items(), key=itemgetter(1)):
+        score, size = -index if scores is None else scores[index], len(token)
+        for cut in range(1, size):
+            if (left := token[:cut]) in ids and (right := token[cut:]) in ids:
+                found.append((score, cut, size - cut, left, right))
+    found.sort(key=itemgetter(0, 1, 2), reverse=True)
+    return [merge[3:] for merge in found]
+
+
+def _checked(merges: list[tuple[str, str]], ids: Collection[str]) -> list[tuple[str, str]]:
+    """Raises ValueError: a merge has words, or makes one, that are no tokens."""
+    if strange := next((m for m in merges if m[0] not in ids or m[1] not in ids or m[0] + m[1] not in ids), None):
+        raise ValueError(f"the merge {shown(strange)} is not of its vocabulary")
+    return merges
+
+
+def _with_merges(tokenizer: Any, merges: list[tuple[str, str]]) -> str:
+    """``tokenizer.json`` of a tokenizer that lacks its merges.
+
+    Each is a text of two words, as before tokenizers 0.20, which is read a third faster; not if words have spaces.
+    """
+    words = [f"{left} {right}" for left, right in merges]
+    found = merges if any(text.count(" ") > 1 for text in words) else words
+    text = json.dumps(found, ensure_ascii=False, separators=(",", ":"))
+    return str(tokenizer.to_str()).replace('"merges":[]', f'"merges":{text}', 1)
 
 
 def _described(file: GgufFile) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -109,15 +139,14 @@ def _described(file: GgufFile) -> tuple[dict[str, Any], dict[str, Any]]:
     return vocabulary, about
 
 
-def _byte_level(tokens: Sequence[str], kinds: Sequence[int], merges: Sequence[str], pre: str) -> Any:
+def _byte_level(tokens: Sequence[str], kinds: Sequence[int], pre: str) -> Any:
     """A byte-level tokenizer with the file's own ids; transformers' converter renumbers special tokens beyond ASCII."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     ids = {token: index for index, token in enumerate(tokens)}
     if twice := next((token for index, token in enumerate(tokens) if ids[token] != index), None):
         raise ValueError(f"the token {shown(twice)} is in its vocabulary twice")
-    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
-    made = Tokenizer(models.BPE(ids, pairs, ignore_merges=pre in _LIKE_LLAMA3))
+    made = Tokenizer(models.BPE(ids, [], ignore_merges=pre in _LIKE_LLAMA3))
     split = _splits().get(pre)
     bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
     steps = [bytes_] if split is None else [pre_tokenizers.Split(Regex(split), behavior="isolated"), bytes_]
