@@ -15,10 +15,14 @@ import torch
 from transformers import AutoTokenizer
 
 import torch_pi2
+from torch_pi2.base.tensorfile import TensorReader
 from torch_pi2.checkpoint.gguf.families import configuration
 from torch_pi2.checkpoint.save_load import load_dense
 from torch_pi2.errors import ArtifactError, ConfigError, DtypeError, NonFiniteError, Pi2Error, UnsupportedModelError
+from torch_pi2.layers.linear import QuantLinear
+from torch_pi2.ops.constants import wants_blocks
 from torch_pi2.store.gguf import GgufModel
+from torch_pi2.store.storefile import StoreReader
 
 GOLDEN = Path(__file__).parents[1] / "data" / "gguf"
 TOKENS = torch.tensor([[5, 77, 130, 9, 200, 31, 64, 250, 3, 18]])
@@ -530,13 +534,48 @@ def test_embedding_rows_stay_in_the_file_unless_a_layer_computes_with_them(made:
     torch_pi2.pack(tmp_path / "out", tmp_path / "packed")
     model, stored = torch_pi2.load(tmp_path / "out"), torch_pi2.load(tmp_path / "packed")
     assert torch.equal(logits(model), logits(stored))
-    assert (_is_in_file(model), _is_in_file(stored)) == (True, False)
+    assert [_is_in_file(one.get_input_embeddings().rows) for one in (model, stored)] == [True, False]
     torch_pi2.save(model, tmp_path / "out")  # over the file itself
     assert torch.equal(logits(torch_pi2.load(tmp_path / "out")), logits(model))
 
 
-def _is_in_file(model: Any) -> bool:
-    at = model.get_input_embeddings().rows.data_ptr()
+@pytest.mark.skipif(not wants_blocks("int8", 256, 256, True), reason="this CPU's kernels read rows in their order")
+@pytest.mark.parametrize("family", ["llama", "gemma2"])  # the head of the second is tied to the embedding
+def test_rows_are_in_the_file_as_kernels_read_them(made: Any, tmp_path: Path, family: str) -> None:
+    """In blocks, mapped; in row order for float activations, in stores and in saved folders: the same numbers."""
+    _, _, file = made(family)
+    ggufs.retyped(file, tmp_path / "typed.gguf", "Q8_0")
+    torch_pi2.import_gguf(tmp_path / "typed.gguf", tmp_path / "out", neurons="all")
+    torch_pi2.pack(tmp_path / "out", tmp_path / "packed")
+    model = torch_pi2.load(tmp_path / "out")
+    torch_pi2.save(model, tmp_path / "saved")
+    in_order, stored, saved = (
+        torch_pi2.load(tmp_path / name, activations=how)
+        for name, how in (("out", "float"), ("packed", "int8"), ("saved", "int8"))
+    )
+    assert torch.equal(logits(model), logits(stored))
+    assert torch.equal(logits(model), logits(saved))
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
+    assert "lm_head" in layers
+    for name, layer in layers.items():
+        assert layer.blocks
+        assert _is_in_file(layer.rows)
+        other = in_order.get_submodule(name)
+        assert (other.blocks, torch.equal(other.rows, layer.in_row_order())) == (False, True)
+    with StoreReader(tmp_path / "packed" / "pi2" / "model.pi2") as store:
+        assert not [name for name in store.specs if name.endswith(".blocks")]
+    data = (weights := tmp_path / "out" / "pi2" / "weights.safetensors").read_bytes()
+    with TensorReader(weights) as reader:
+        tensor = "lm_head.blocks" if family == "gemma2" else "lm_head.weight"
+        at = reader.offset(tensor) + reader.specs[tensor].nbytes // 2
+    del model, in_order
+    weights.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    with pytest.raises(ArtifactError, match=f"{tensor} has checksum"):
+        torch_pi2.load(tmp_path / "out")
+
+
+def _is_in_file(tensor: torch.Tensor) -> bool:
+    at = tensor.data_ptr()
     for line in Path("/proc/self/maps").read_text().splitlines():
         start, stop = (int(number, 16) for number in line.split()[0].split("-"))
         if start <= at < stop:

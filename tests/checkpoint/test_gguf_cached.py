@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -16,12 +17,13 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
+from transformers.tokenization_utils_base import generate_merges
 
 import torch_pi2
 from torch_pi2.base.files import locked
 from torch_pi2.checkpoint.gguf import importing
 from torch_pi2.checkpoint.gguf.importing import cached_import
-from torch_pi2.checkpoint.gguf.tokenizer import _short
+from torch_pi2.checkpoint.gguf.tokenizer import _implied_merges, _with_merges
 from torch_pi2.errors import ArtifactError
 
 GOLDEN = Path(__file__).parents[1] / "data" / "gguf" / "tiny-llama.q4_k_m.gguf"
@@ -97,9 +99,19 @@ def test_merges_are_written_short_if_no_word_has_a_space(words: list[str], short
     both = [left + right for left, right in pairs]
     vocabulary = {word: index for index, word in enumerate(dict.fromkeys([*words, *both]))}
     tokenizer = Tokenizer(BPE(vocabulary, pairs))
-    text = _short(tokenizer.to_str())
+    text = _with_merges(Tokenizer(BPE(vocabulary, [])), pairs)
     assert (json.loads(text)["model"]["merges"] == [f"{left} {right}" for left, right in pairs]) == short
     assert Tokenizer.from_str(text).to_str() == tokenizer.to_str()
+
+
+@pytest.mark.parametrize("by_score", [True, False])
+def test_merges_of_a_vocabulary_are_those_that_transformers_finds(by_score: bool) -> None:
+    rng = random.Random(3)
+    tokens = list(dict.fromkeys("".join(rng.choices("abc", k=rng.randint(1, 5))) for _ in range(200)))
+    ids, scores = {token: index for index, token in enumerate(tokens)}, [rng.randrange(9) for _ in tokens]
+    given = dict(zip(tokens, scores)) if by_score else {token: -index for token, index in ids.items()}
+    shuffled = dict(sorted(ids.items()))
+    assert _implied_merges(shuffled, scores if by_score else None) == generate_merges(ids, given)
 
 
 def test_another_file_of_the_same_size_and_time(tmp_path: Path) -> None:

@@ -264,12 +264,15 @@ FIRST = "model.layers.0.mlp"
         ("all", {"formats": {"lm_head": "q4_k+int8"}}, 0, "found 'q4_k[+]int8'"),
         ("all", {}, 2, r"bundles as uint8 \[256, 560\], found uint8 \[256, 558\]"),
         ("all", {"pi2_version": 2}, 0, f"linear layers and embeddings alone, in version 2, found {FIRST}"),
-        ("all", {"weights": "float32", "linears": {}}, 0, "formats: expected none, in a file of float32"),
+        ("all", {"weights": "float32", "linears": {}, "blocks": []}, 0, "formats: expected none, in a file of float32"),
         ("auto", {"formats": {"model.embed_tokens": "q7_k"}}, 0, "q7_k"),
         ("auto", {"embeddings": {"model.norm": 256}}, 0, "model, model.norm of 256 numbers a token"),
         ("auto", {"embeddings": {"model.embed_tokens": 512}}, 0, "model.embed_tokens of 512 numbers a token"),
         ("auto", {"embeddings": []}, 0, "embeddings"),
-        ("auto", {"pi2_version": 4}, 0, "version 1 or 2 or 3"),
+        ("auto", {"pi2_version": 5}, 0, "version 1 or 2 or 3 or 4"),
+        ("auto", {"pi2_version": 4, "blocks": {}}, 0, "blocks: expected a list"),
+        ("auto", {"pi2_version": 4, "blocks": ["model.norm"]}, 0, "blocks, 0: expected .* found 'model.norm'"),
+        ("auto", {"pi2_version": 3, "blocks": ["lm_head"]}, 0, "blocks: expected none, in version 3, found 1"),
     ],
 )
 def test_damaged_metadata(tmp_path: Path, neurons: str, about: dict[str, Any], drop: int, message: str) -> None:

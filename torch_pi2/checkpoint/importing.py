@@ -200,6 +200,7 @@ class _Importer(Quantizer):
             rows = checkpoint.spec(self._stored(f"{name}.weight")).shape[0]
             if wants_blocks(formats.get(name, self._kind), rows, columns, int8_activations):
                 self._in_blocks.append(name)
+        self._tied = [name for name in self._in_blocks if name not in self._in_rows]
 
     @property
     def neuron_formats(self) -> str:
@@ -235,19 +236,18 @@ class _Importer(Quantizer):
         stored, error = self._stored(f"{name}.weight"), RelativeError()
         packed = self._packed.packed(stored)
         assert packed is not None
-        tied = name in self._tied
         for start, stop in row_chunks(self._checkpoint.spec(stored)):
             if packed.kept:
                 rows = self._packed.own_rows(stored, start, stop)
             else:
                 rows = self._rows(self._checkpoint.read(stored, (start, stop)), stored, error, packed.format)
-            if not tied:
-                update_digest(digest, rows)
+            update_digest(digest, rows)
+            for tied in self._tied if name in self._embeddings else ():
+                out.write(f"{tied}.blocks", to_blocks(rows, packed.format, self._linears[tied]), row=start)
             if name in self._in_blocks:
                 rows = to_blocks(rows, packed.format, self._linears[name])
             out.write(f"{name}.weight", rows, row=start)
-        if not tied:
-            self._count(name, stored, packed.format, packed.kept)
+        self._count(name, stored, packed.format, packed.kept)
         return error.relative
 
     def _as_stored(

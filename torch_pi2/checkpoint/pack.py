@@ -217,6 +217,7 @@ class _Packer:
             raise ConfigError(f"packing {self.whole}", expected="layers of neurons", found="none", fix=fix)
         layers = [_layer(layer, reader) for layer in here.layers]
         ours = {name for layer in layers for name in layer.tensors} | {SUPERBLOCK}
+        ours |= {f"{name}.blocks" for name in self.reader.in_blocks}  # of tied linears; a store has their rows alone
         weights = {n: spec for n, spec in reader.specs.items() if n not in ours and not PADDING.fullmatch(n)}
         parts = dict(beside.specs)
         if not parts:  # they are in the reader's store

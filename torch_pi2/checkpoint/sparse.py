@@ -293,11 +293,13 @@ def load_sparse(
         for name, columns in bar(list(weights.linears.items()), "load linear layers", progress, delay=2):
             ours |= {f"{name}.weight", f"{name}.bias"}
             linear: Any = model.get_submodule(name)
-            of_rows, stored_as = weights.rows_name(name), weights.format_of(name)
+            stored_as = weights.format_of(name)
             in_blocks = wants_blocks(stored_as, linear.out_features, columns, int8_activations)
+            found_in_blocks = name in weights.in_blocks and (in_blocks or f"{name}.weight" in weights.specs)
+            of_rows = weights.blocks_name(name) if found_in_blocks else weights.rows_name(name)
             if of_rows in embeddings and not in_blocks:  # shared
                 rows = embeddings[of_rows]
-            elif on_disk and in_blocks == (name in weights.in_blocks):
+            elif on_disk and in_blocks == found_in_blocks:
                 rows = weights.mapped(of_rows, whole=True)
             else:
                 rows = weights.read(of_rows)
@@ -306,7 +308,7 @@ def load_sparse(
                 weights.spec(f"{name}.bias")  # raises if there is none
                 bias = weights.read_like(f"{name}.bias", linear.bias, torch.float32)
             made = QuantLinear(rows, bias, columns, stored_as, int8_activations)
-            made.dtype, made.blocks = linear.weight.dtype, name in weights.in_blocks
+            made.dtype, made.blocks = linear.weight.dtype, found_in_blocks
             if in_blocks:
                 made.use_blocks()
             elif made.blocks:

@@ -94,8 +94,9 @@ class Quantizer:
         floats = ([name for name in names if name not in elsewhere] for names in stored.groups)
         self._floats = [n for names in floats for n in names if n == names[0] or self._differ(n, names[0])]
         self._held: dict[torch.dtype, torch.Tensor] = {}
-        #: Linears to write in blocks, as this CPU's kernels read them; also those that are tied to an embedding.
+        #: Linears to write in blocks, as this CPU's kernels read them; ``_tied``: those with an embedding's rows.
         self._in_blocks: list[str] = []
+        self._tied: list[str] = []
 
     def _differ(self, *names: str) -> bool:
         """Whether the checkpoint has other values for one of two tied names: from_pretrained does not tie them then."""
@@ -112,6 +113,8 @@ class Quantizer:
         for name, columns in self._in_rows.items():
             rows, kind = self._of.checked(f"{name}.weight", floats=True).shape[0], self._formats.get(name, self._kind)
             specs[f"{name}.weight"] = Spec((rows, row_bytes(kind, columns)), torch.uint8)
+            for tied in self._tied if name in self._embeddings else ():
+                specs[f"{tied}.blocks"] = specs[f"{name}.weight"]
         for layer in self._layers:
             specs |= neuron_specs(layer.site, self._format_of(layer.site))
         report = QuantizeReport(self._kind)
@@ -151,16 +154,11 @@ class Quantizer:
         return report, found
 
     @property
-    def _tied(self) -> set[str]:
-        """Linears with the rows of an embedding."""
-        shared = {alias for name in self._embeddings for alias in self._of.alias.get(f"{name}.weight", ())}
-        return {name for name in self._linears if f"{name}.weight" in shared}
-
-    @property
     def _in_rows(self) -> dict[str, int]:
-        """Columns of quantised linears and embeddings that own their rows in the file; tied ones do in blocks."""
-        shared = self._tied - {*self._in_blocks}
-        return {**self._embeddings, **{name: n for name, n in self._linears.items() if name not in shared}}
+        """Columns of quantised linears and embeddings that own their rows (a linear tied to an embedding does not)."""
+        shared = {alias for name in self._embeddings for alias in self._of.alias.get(f"{name}.weight", ())}
+        own = {name: n for name, n in self._linears.items() if f"{name}.weight" not in shared}
+        return {**self._embeddings, **own}
 
     def _write_linear(self, name: str, out: TensorWriter, digest: Any) -> float:
         stored = self._stored(f"{name}.weight")

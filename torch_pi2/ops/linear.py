@@ -1,9 +1,9 @@
 """``linear`` and ``linear_blocks``: a linear layer over quantised rows, in plain order or in blocks of 16.
 
-Blocks exist only in memory, for vector kernels, never in files. A block has the bytes of its rows in another order
-(``csrc/include/pi2/kernels.h``, dot_blocks): for every two groups of 32 columns, four bytes of each row at a time, then
-the groups' scales of all rows; for ggml's blocks (of q5_0 turned, so that the scale comes last) four bytes of each
-row's at a time, then the rest of each.
+Blocks are for vector kernels: in memory, and in files imported from GGUF (docs/FORMATS.md). A block has the bytes of
+its rows in another order (``csrc/include/pi2/kernels.h``, dot_blocks): for every two groups of 32 columns, four bytes
+of each row at a time, then the groups' scales of all rows; for ggml's blocks (of q5_0 turned, so that the scale comes
+last) four bytes of each row's at a time, then the rest of each.
 """
 
 from __future__ import annotations

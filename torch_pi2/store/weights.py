@@ -135,9 +135,7 @@ class QuantizedWeights(TensorReader):
             formats.wrong(f"linear layers and embeddings alone, in version {version}", of_neurons)
         self.embeddings = {name: width.whole(1, MOST_SIZE) for name, width in embeddings.each().items()}
         blocks = self._json(BLOCKS, "[]")
-        self.in_blocks = {
-            one.text([name for name in self.linears if f"{name}.weight" in self.specs]) for one in blocks.items()
-        }
+        self.in_blocks = {one.text(self.linears) for one in blocks.items()}
         if self.in_blocks and version not in self.blocks_versions:
             blocks.wrong(f"none, in version {version}", f"{len(self.in_blocks)}")
         if self.linears and self.weights == "float":
@@ -173,12 +171,17 @@ class QuantizedWeights(TensorReader):
     def read_bytes(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Bytes ``[start, stop)`` of tensor ``name``, uint8; of rows in blocks as they are in row order."""
         linear, spec = name.removesuffix(".weight"), self.spec(name)
-        if linear not in self.in_blocks:
+        if linear not in self.in_blocks or linear == name:
             return super().read_bytes(name, start, stop)
         row = spec.nbytes // spec.shape[0]
         first, last = start // row // BLOCK_ROWS * BLOCK_ROWS, -(-stop // row // BLOCK_ROWS) * BLOCK_ROWS
         rows = from_blocks(self.read(name, (first, last)), self.format_of(linear), self.linears[linear])
         return rows.view(-1)[start - first * row : stop - first * row]
+
+    def blocks_name(self, name: str) -> str:
+        """The tensor with the rows of linear ``name`` in blocks: its own, or ``.blocks`` if it is tied to a table."""
+        own = f"{name}.weight"
+        return own if own in self.specs else f"{name}.blocks"
 
     def _refuse(self, expected: str, found: str) -> NoReturn:
         raise ArtifactError(
@@ -254,6 +257,8 @@ class QuantizedWeights(TensorReader):
                 self._refuse(f"{name} in row order, as its rows do not fit blocks", BLOCKS)
             rows = Spec((linear.out_features, row_bytes(self.format_of(name), columns)), torch.uint8)
             self.check(self.rows_name(name), rows)
+            if name in self.in_blocks:
+                self.check(self.blocks_name(name), rows)
         for name, width in self.embeddings.items():
             found = modules.get(name)
             if not isinstance(found, nn.Embedding) or found.embedding_dim != width:
