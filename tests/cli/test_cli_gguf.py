@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from pathlib import Path
@@ -74,11 +75,16 @@ def test_a_dense_import_is_called_so(tmp_path: Path, neurons: str, capfd: pytest
 def test_mistakes(checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["import", str(checkpoint / "config.json"), "--out", str(tmp_path / "b")]) == 2
     assert "expected a GGUF file, found one that begins with" in capfd.readouterr().err
-    for verb in (["inspect", str(GOLDEN)], ["eval", str(GOLDEN)], ["pack", str(GOLDEN), str(tmp_path / "b")]):
+    for verb in (["inspect", str(GOLDEN)], ["pack", str(GOLDEN), str(tmp_path / "b")]):
         assert cli.main(verb) == 2
         assert f"found a GGUF file. Use: torch-pi2 import {GOLDEN} --out DIR" in capfd.readouterr().err
     assert cli.main(["import", str(tmp_path / "none.gguf"), "--out", str(tmp_path / "b")]) == 2
     assert "expected a GGUF file, found nothing" in capfd.readouterr().err
+    assert cli.main(["optimize", str(GOLDEN), "--out", str(tmp_path / "b")]) == 2
+    assert f"a GGUF file, which runs as it is. Use: torch-pi2 generate {GOLDEN} PROMPT" in capfd.readouterr().err
+    for verb in ("chat", "serve", "eval", "inspect"):  # absent, relative
+        assert cli.main([verb, "none.gguf"]) == 2
+        assert re.search("none.gguf: expected .*a folder, found nothing of that name", capfd.readouterr().err)
 
 
 def test_a_folder_with_a_file(
@@ -116,3 +122,24 @@ def test_a_file_without_a_tokenizer(
     said = capfd.readouterr().err
     assert f"no tokenizer of {tmp_path / 'a.gguf'}: the file has none" in said
     assert "expected files of a Hugging Face tokenizer, found none. Copy those of its model there." in said
+
+
+@pytest.mark.parametrize("words", [["the cat", "-n", "4"], ["-n", "4", "the cat"], ["-n", "4", "-p", "the cat"]])
+def test_a_prompt_in_any_place(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cli.main(["generate", str(GOLDEN), *words]) == 0
+    assert capfd.readouterr().out.startswith("the cat")
+
+
+def test_a_warning_comes_before_the_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    both = io.StringIO()
+    monkeypatch.setattr("sys.stdout", both)
+    monkeypatch.setattr("sys.stderr", both)
+    cli.main(["generate", str(GOLDEN), "the cat", "-n", "3000"])
+    warned, answer = both.getvalue().index("\ntorch-pi2: generate: 300"), both.getvalue().index("the cat")
+    assert warned < answer

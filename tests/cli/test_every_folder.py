@@ -73,7 +73,9 @@ def test_what_has_no_dense_weights_and_what_is_no_folder(command: Command, kinds
     ran = command("generate", kinds["store"], "--dense", "--prompt", "x", ok=False)
     assert f"dense model of {kinds['store']}: expected a folder with float weights" in ran.err
     ran = command("generate", kinds["missing"], "--prompt", "x", ok=False)
-    assert "found no such folder, and no model of that name that was fetched before" in ran.err
+    assert f"torch-pi2: {kinds['missing']}: expected a GGUF file or a folder, found nothing of that name." in ran.err
+    ran = command("generate", "an-org/a-name", "x", ok=False)
+    assert "model an-org/a-name: expected a folder, a GGUF file, or a model of the Hub, found no such folder" in ran.err
 
 
 @pytest.mark.parametrize(
@@ -163,11 +165,14 @@ def test_sampling_is_checked_before_anything_is_loaded(command: Command, verb: s
 def test_what_is_wrong_has_a_line_of_its_own(
     command: Command, kinds: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*_: Any, **__: Any) -> None:
+    def fails(*_: Any, streamer: Any = None, **__: Any) -> None:
+        streamer(0, 5)
         raise ArtifactError("it", expected="this", found="that", fix="Mend it.")
 
     monkeypatch.setattr("torch_pi2.decode.generate.generate", fails)
-    assert command("generate", kinds["optimised"], "--prompt", "def f", ok=False).out == "def f\n"
+    out = command("generate", kinds["optimised"], "--prompt", "def f", ok=False).out
+    assert out.startswith("def f")
+    assert out.endswith("\n")
 
 
 def test_generate_takes_every_kind_of_model(command: Command, kinds: dict[str, Path]) -> None:

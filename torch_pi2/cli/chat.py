@@ -26,7 +26,7 @@ HELP = """Type a message. A line that ends with \\ continues on the next one.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", metavar="DIR", help="folder written by optimize, quantize or pack, or a plain checkpoint")
+    add("model", metavar="MODEL", help=common.RUNNABLE)
     add("--system", metavar="TEXT", help="the system message")
     common.add_sampling(parser, 512)
     add("--max-tokens", type=common.positive, help="tokens of the whole chat (default: the model's, at most 4096)")

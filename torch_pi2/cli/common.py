@@ -39,6 +39,10 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """An unknown option shows the usage of its verb; argparse would show the main parser's."""
         found, unknown = super().parse_known_args(args, namespace)
+        if self.get_default("late") and found.prompt is None:
+            if len(unknown) != 1 or unknown[0].startswith("-"):
+                self.error("the following arguments are required: PROMPT")
+            found.prompt = unknown.pop()  # after options, where argparse no longer expects it
         if unknown and self._subparsers is None:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return found, unknown
@@ -136,6 +140,10 @@ def add_every(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--threads", type=threads, help="compute threads, 1 to 1024 (default: torch's)")
 
 
+#: Help of what generate, chat and serve take.
+RUNNABLE = "GGUF file, folder written by import, optimize, quantize or pack, or plain checkpoint"
+
+
 def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="Hugging Face checkpoint: a folder, or a cached name")
     add_loading(parser)
@@ -200,7 +208,7 @@ def add_together(parser: argparse.ArgumentParser) -> None:
 
 def add_sampling(parser: argparse.ArgumentParser, tokens: int) -> None:
     add = parser.add_argument
-    add("--max-new-tokens", type=positive, default=tokens, help="tokens of an answer, at most")
+    add("-n", "--max-new-tokens", type=positive, default=tokens, help="tokens of an answer, at most")
     add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy")
     top_p = "sample among the likeliest tokens with this probability in sum (default: 1; for bundles, the model's)"
     add("--top-p", type=float, metavar="P", help=top_p)

@@ -24,7 +24,7 @@ EXAMPLE = "torch-pi2 eval my-sparse-model --max-tokens 20000 --json"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", metavar="DIR", help="folder written by optimize, quantize or pack")
+    add("model", metavar="MODEL", help="folder written by import, optimize, quantize or pack, or GGUF file")
     common.add_text(parser, "stdlib-heldout")
     add("--max-tokens", type=common.positive, default=20_000, help="scored tokens")
     add("--window", type=common.positive, default=256, help="tokens per window")

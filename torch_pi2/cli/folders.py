@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 from torch_pi2.errors import ArtifactError
 from torch_pi2.export.manifest import MANIFEST_FILE
-from torch_pi2.store.gguf import gguf_in
+from torch_pi2.store.gguf import SUFFIX, gguf_in
 from torch_pi2.store.storefile import STORE_FILE
 from torch_pi2.store.weights import WEIGHTS_FILE
 
@@ -26,7 +27,7 @@ _KINDS = {
     "plan": ("a plan", "torch-pi2 inspect {folder}"),
 }
 #: Verbs that also take a GGUF file.
-_TAKE_GGUF = ("generate", "chat", "serve")
+_TAKE_GGUF = ("generate", "chat", "serve", "eval")
 _FLOAT = ("checkpoint", "optimised")
 _OPTIMISED = ("optimised", "quantised", "store")
 _MADE_OF = "Name the float checkpoint that it was made of; in Python, torch_pi2.load_dense(folder) has its numbers."
@@ -39,6 +40,8 @@ _TAKES: dict[str, tuple[str, ...]] = {
     "run": ("bundle",),
     "inspect": tuple(_KINDS),
 }
+#: What may be a name on the Hub.
+_HUB = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 #: Names of arguments that are folders.
 _ARGUMENTS = ("model", "models", "source", "bundle", "folder")
 
@@ -61,7 +64,8 @@ def kind_of(folder: Path) -> str | None:
 
 
 def check(args: argparse.Namespace, alone: bool = False) -> None:
-    """Raise ArtifactError for a folder that another verb takes. Unknown ones pass: they may be names on the Hub."""
+    """Raise ArtifactError for a folder that another verb takes, or a path of nothing. What may be a name on the Hub
+    passes."""
     verb = getattr(args, "verb", None)
     if verb not in _TAKES:
         return
@@ -71,8 +75,13 @@ def check(args: argparse.Namespace, alone: bool = False) -> None:
     setattr(args, argument, paths if isinstance(given, list) else paths[0])
     for path in paths:
         kind = kind_of(Path(path))
+        if not os.path.lexists(path) and (not _HUB.fullmatch(str(path)) or str(path).lower().endswith(SUFFIX)):
+            expected = " or ".join(["a GGUF file"] * (verb in _TAKE_GGUF) + ["a folder"])
+            raise ArtifactError(str(path), expected=expected, found="nothing of that name", fix="Check the name.")
         if (file := gguf_in(path)) is not None and file.is_file():
-            found, command = "a GGUF file", f"torch-pi2 import {file} --out DIR"
+            runs = verb == "run" or kinds == _FLOAT
+            command = "torch-pi2 generate {folder} PROMPT" if runs else f"torch-pi2 import {file} --out DIR"
+            found = "a GGUF file, which runs as it is" if runs else "a GGUF file"
         elif kind is None or kind in kinds:
             continue
         else:

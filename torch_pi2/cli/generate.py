@@ -1,4 +1,4 @@
-"""Continue a prompt with a model: a checkpoint, optimised or packed. `torch-pi2 run` is for bundles."""
+"""Continue a prompt with a model: a GGUF file, or a checkpoint, optimised or packed. `torch-pi2 run` is for bundles."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ EXAMPLE = "torch-pi2 generate my-sparse-model --prompt 'def main(' --max-new-tok
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", metavar="DIR", help="folder written by optimize, quantize or pack, or a plain checkpoint")
-    add("--prompt", required=True, help="text to continue")
+    add("model", metavar="MODEL", help=common.RUNNABLE)
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("prompt", nargs="?", metavar="PROMPT", default=argparse.SUPPRESS, help="text to continue")
+    prompt.add_argument("-p", "--prompt", help="the same, as an option")
+    parser.set_defaults(late=True)
     common.add_sampling(parser, 64)
     several = "continue the prompt N times in one batch, each with its own seed"
     add("--num-return-sequences", type=common.positive, default=1, help=several)
@@ -73,8 +76,8 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     if sampling is not None:
         how |= {"do_sample": True, "temperature": args.temperature, "top_p": sampling.top_p}
     if shown:
-        emit(args.stdout, args.prompt)
-        how["streamer"] = lambda _, token: emit(args.stdout, text.add(token))
+        before = [args.prompt]  # written with the first text, after warnings
+        how["streamer"] = lambda _, token: emit(args.stdout, (before.pop() if before else "") + text.add(token))
     started = time.perf_counter()
     with recorded or nullcontext():
         try:
@@ -84,9 +87,9 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
                 raise
             output = _by_transformers(model, inputs, tokenizer, args, sorted(ends))
             if shown:
-                emit(args.stdout, output.text)
+                emit(args.stdout, args.prompt + output.text)
         except Pi2Error:
-            if shown:
+            if shown and not before:
                 emit(args.stdout, "\n")  # so that the error has its own line
             raise
     elapsed = time.perf_counter() - started
@@ -153,7 +156,7 @@ class Run:
         add = parser.add_argument
         add("bundle", type=Path, metavar="BUNDLE", help="folder written by `torch-pi2 export`")
         prompt = parser.add_mutually_exclusive_group(required=True)
-        prompt.add_argument("--prompt", help="text to continue")
+        prompt.add_argument("-p", "--prompt", help="text to continue")
         prompt.add_argument("--ids", type=_IDS, help="token ids to continue; needs no tokenizer")
         add("--chat", action="store_true", help="--prompt is a user's message; apply the tokenizer's chat template")
         add("--system", metavar="TEXT", help="with --chat: the system message")

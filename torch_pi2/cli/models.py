@@ -60,7 +60,8 @@ def _loading(args: argparse.Namespace, part: str, expected: str) -> Iterator[Non
             raise
         found = " ".join(str(error).split()) or type(error).__name__
         if not Path(args.model).exists() and not args.allow_download:
-            found = "no such folder, and no model of that name that was fetched before"
+            part, found = "model", "no such folder, and no model of that name that was fetched before"
+            expected = "a folder, a GGUF file, or a model of the Hub"
         fix = "Check the folder's name and files; pass --allow-download to fetch a name from the Hub."
         if Path(args.model).is_dir():
             fix = "Copy its files again from where they were made, or correct what is named."

@@ -32,7 +32,7 @@ _TELLS_S = 5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("models", nargs="+", metavar="DIR", help="folders written by optimize, quantize or pack, or plain checkpoints")
+    add("models", nargs="+", metavar="MODEL", help=f"each a {common.RUNNABLE}")
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="address (default: 127.0.0.1, only this machine)")
     add("--port", type=common.port, default=8000, help="0: any free port")
     add("--max-batch-size", type=common.positive, default=8, help="sequences decoded together")

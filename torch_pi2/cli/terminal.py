@@ -96,6 +96,7 @@ def configured(verbose: bool = False, quiet: bool = False) -> Iterator[None]:
     """
     ours = logging.getLogger("torch_pi2")
     handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("torch-pi2: %(message)s"))
     levels = {ours: logging.INFO if verbose else logging.ERROR if quiet else logging.WARNING}
     if not verbose:
         levels |= {logging.getLogger(name): logging.ERROR for name in _OTHERS}
