@@ -64,6 +64,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ArtifactError: a file is not there. LibraryMissingError, PeerError: an engine cannot do it.
     """
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # the engines' bytecode is kept, as where pip installed them
     torch_s = [_process([sys.executable, "-c", "import torch"])["cold_s"] for _ in range(args.rounds)]
     found = [_of_file(path(name), args) for name in args.models]
     rows = {"models": [row for each in found for row in each[0]], "losses": [row for each in found for row in each[1]]}
@@ -93,7 +94,9 @@ def _round(engine: str, settings: Mapping[str, Any], tokens: int) -> dict[str, f
     finally:
         peer.close()
     speed = {"tokens_per_s": tokens / short["decode_s"], "deep_tokens_per_s": tokens / deep["decode_s"]}
-    speed |= {"load_s": peer.about["load_s"], "prompt_tokens_per_s": LONG / long["prompt_s"]}
+    speed |= {key: peer.about[key] for key in ("load_s", "first_load_s")} | {
+        "prompt_tokens_per_s": LONG / long["prompt_s"]
+    }
     return cold | speed | _served(engine, settings)
 
 
@@ -187,6 +190,7 @@ TABLES = (
             f"{ANSWER} tokens, cold: s": ranged("cold_s", ".1f"),
             "first use": at("first_s", ".1f"),
             "load: s": ranged("load_s", ".2f"),
+            "with imports": ranged("first_load_s", ".2f"),
             "decoding: tokens/s": ranged("tokens_per_s", ".1f"),
             f"after {DEEP}": ranged("deep_tokens_per_s", ".1f"),
             f"prompt of {LONG}: tokens/s": ranged("prompt_tokens_per_s", ".0f"),
