@@ -384,11 +384,9 @@ def test_models_whose_cache_cannot_be_static() -> None:
     Decoder(neo, max_tokens=12)
     with pytest.raises(UnsupportedModelError, match="windows of 12 tokens that end with the cache"):
         Decoder(neo, max_tokens=16)
-    mamba = transformers.MambaForCausalLM(transformers.MambaConfig(**small, state_size=4))
-    with pytest.raises(
-        UnsupportedModelError, match="layer 0: expected keys and values of plain attention, found Linear"
-    ):
-        Decoder(mamba, max_tokens=16)
+    own = transformers.xLSTMForCausalLM(transformers.xLSTMConfig(**small, embedding_dim=32, num_heads=4))
+    with pytest.raises(UnsupportedModelError, match="found a cache of its own, xLSTMCache"):
+        Decoder(own, max_tokens=16)
     rwkv = transformers.RwkvForCausalLM(transformers.RwkvConfig(**small, attention_hidden_size=32)).eval()
     decoder = Decoder(rwkv, max_tokens=16, compiled=False)
     for _ in range(2):

@@ -25,6 +25,9 @@ NAME = "pi2_sdpa"
 #: Arguments of transformers that the operator does not support.
 _NOT_OURS = ("position_bias", "softcap", "cache")
 
+#: ``layer_types`` of configurations whose layers have recurrent states and no attention.
+RECURRENT = {"linear_attention", "conv"}
+
 _lock = threading.Lock()
 #: id of a changed configuration -> number of users inside :func:`packed_attention`, and its original implementation.
 USERS: dict[int, tuple[int, str]] = {}
@@ -140,7 +143,7 @@ def _configs(config: Any) -> Iterator[Any]:
 
 def masks_of(
     config: Any, positions_BT: torch.Tensor, max_tokens: int, dtype: torch.dtype = torch.bool
-) -> torch.Tensor | dict[str, torch.Tensor]:
+) -> torch.Tensor | dict[str, torch.Tensor | None]:
     """Masks ``[B, 1, T, max_tokens]`` of tokens at ``positions_BT``: True for positions that a token sees; in a float
     dtype, the numbers to add to scores.
 
@@ -162,4 +165,5 @@ def masks_of(
     before, kinds = masks["full_attention"], getattr(text, "layer_types", None)
     if kinds is None:
         return masks.get("sliding_attention", before)
-    return before if len(masks) == 1 else {kind: masks.get(kind, before) for kind in {*masks, *kinds}}
+    others: dict[str, torch.Tensor | None] = {kind: None if kind in RECURRENT else before for kind in kinds}
+    return before if len(masks) == 1 else {**others, **masks}

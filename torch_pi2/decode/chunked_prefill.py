@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from torch_pi2.base.offloaded import OffloadedParameter
-from torch_pi2.decode.attention import adds_masks, has_sinks, uses_sdpa
+from torch_pi2.decode.attention import RECURRENT, adds_masks, has_sinks, uses_sdpa
 from torch_pi2.decode.guards import is_known
 from torch_pi2.formats import GGML
 from torch_pi2.layers.ffn import SparseFFN
@@ -118,6 +118,9 @@ def most_positions(model: nn.Module) -> int:
 
 def takes_several_lengths(model: nn.Module, max_tokens: int) -> bool:
     """Whether ``model`` takes positions and masks, so that sequences of several lengths can be decoded together."""
+    kinds = getattr(getattr(model, "config", None), "layer_types", None)
+    if kinds and RECURRENT.issuperset(kinds):  # no positions
+        return not attends_itself(model)
     takes = inspect.signature(model.forward).parameters
     named = "position_ids" in takes or any(p.kind is p.VAR_KEYWORD for p in takes.values())
     config = getattr(model, "config", None)

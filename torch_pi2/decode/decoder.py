@@ -30,7 +30,7 @@ from torch_pi2.decode.chunked_prefill import (
     takes_several_lengths,
 )
 from torch_pi2.decode.guards import Guards
-from torch_pi2.decode.kv_cache import KeyValues, cache_name, of_another_dtype
+from torch_pi2.decode.kv_cache import ForgottenStates, KeyValues, cache_name, check_continued, of_another_dtype
 from torch_pi2.decode.plan_controller import controller_of
 from torch_pi2.decode.sequence import not_finite
 from torch_pi2.decode.step_graph import Forward, GraphRunner, StepGraph, captured, on_device, record, repeat
@@ -138,8 +138,8 @@ class Decoder:
         cache: a ``StaticCache``. compiled: whether steps are.
 
     Raises:
-        UnsupportedModelError: the model's cache cannot be static (state-space layers), it has an encoder, or (by
-            :meth:`prompt`) it does not use the cache.
+        UnsupportedModelError: the model's cache cannot be static, it has an encoder, or (by :meth:`prompt`) it does not
+            use the cache; (by :meth:`verify`, :meth:`rollback` and :meth:`copy_kv`) it has recurrent states.
         ConfigError: the model's table of positions is shorter than ``max_tokens``.
         NonFiniteError: (by :meth:`prompt` and :meth:`step`) a sequence has no finite logits, or none of all has with
             ``logits``: float16 overflows.
@@ -187,6 +187,7 @@ class Decoder:
         self._grows = grows
         self._inspect_model()
         self._kv = KeyValues(model, max_tokens, batch, self.device, grows)
+        self._continues = True  # until a chunk of a prompt does not use the states of the one before
         self.cache: Any = None
         self._cache_name = cache_name(model)
         self._backend = backend
@@ -242,7 +243,7 @@ class Decoder:
     def _inputs(self, ids_BT: torch.Tensor) -> dict[str, Any]:
         cache = self._kv.growing(slice(len(ids_BT)), self.length) if self._grows else self.cache
         inputs = {"input_ids": ids_BT, self._cache_name: cache, "use_cache": True}
-        if self._positions:
+        if self._positions and self._kv.has_attention:
             batch, tokens = ids_BT.shape
             positions_BT = self._kv.lengths[:batch, None] + torch.arange(tokens, device=self.device)
             config, dtype = self.model.config, cast(torch.dtype, self.model.dtype)
@@ -295,6 +296,8 @@ class Decoder:
                 fix="Read it whole.",
             )
         self._check_same("prompt", ids_BT)
+        if self._kv.states and known != self.length:  # states of fewer tokens are gone
+            known = 0
         self._set_lengths([])  # whatever happens below, earlier sequences are gone
         return self._read(ids_BT, known)
 
@@ -306,13 +309,12 @@ class Decoder:
         self._use(rows)
         self._announce_batch(rows)  # after the KV cache has released memory, and before it wants any
         most = (self._chunk_of(rows) if tokens <= self._same_frequencies else 0) or tokens
-        cache = self._kv.reading(0, rows, tokens, known)
         try:
-            # chunks of equal length: a short one at the end might be taken for a step
-            *others, last_BT = ids_BT[:, known:].tensor_split(-(-(tokens - known) // most), 1)
-            for chunk_BT in others:
-                self._read_chunk(chunk_BT, cache, rows * tokens, without_logits())
-            result = _checked(self._read_chunk(last_BT, cache, rows * tokens))
+            try:
+                result = self._read_from(ids_BT, known, most)
+            except ForgottenStates:
+                self._continues = False
+                result = self._read_from(ids_BT, 0, tokens)
             self._kv.check_used(self.model)
         except BaseException:
             self._use(1)
@@ -322,6 +324,16 @@ class Decoder:
         self.cache = self._kv.stepping(rows)
         self._forget_changed()
         return result
+
+    def _read_from(self, ids_BT: torch.Tensor, at: int, most: int) -> torch.Tensor:
+        rows, tokens = ids_BT.shape
+        cache = self._kv.reading(0, rows, tokens, at)
+        # chunks of equal length: a short one at the end might be taken for a step
+        *others, last_BT = ids_BT[:, at:].tensor_split(-(-(tokens - at) // most), 1)
+        for chunk_BT in others:
+            self._read_chunk(chunk_BT, cache, rows * tokens, at, without_logits())
+            at += chunk_BT.shape[1]
+        return _checked(self._read_chunk(last_BT, cache, rows * tokens, at))
 
     def add(self, ids_1T: torch.Tensor, known: Sequence[list[torch.Tensor]] = ()) -> Iterator[int]:
         """Read the prompt of one more sequence, int64 ``[1, T]``, in chunks; steps may run in between.
@@ -348,6 +360,8 @@ class Decoder:
                 found=f"{list(ids_1T.shape)} beside {len(self.lengths)}",
                 fix="Drop others first (retain), or make a Decoder for more.",
             )
+        if known:
+            self.check_parts("add(known=...)")
         cached = sum(part[0].shape[1] for part in known)
         if cached > ids_1T.shape[1]:
             raise ShapeError(
@@ -413,10 +427,16 @@ class Decoder:
                 most = self._least_tokens if self.lengths and self._short_chunks else self._chunk_of(1)
                 most = most if most and tokens <= self._same_frequencies else tokens
                 size = -(-left // -(-left // most))  # as tensor_split has it
-                self._read_chunk(ids_1T[:, at : at + size], cache, tokens, without_logits())
+                try:
+                    self._read_chunk(ids_1T[:, at : at + size], cache, tokens, at, without_logits())
+                except ForgottenStates:
+                    self._continues, at, cache = False, 0, self._kv.reading(row, 1, tokens)
+                    continue
                 at += size
                 yield tokens - at
             self._kv.check_used(self.model)
+            if not fed:
+                self._kv.clear_states(row)
             new = len(self.lengths)  # some may have been dropped
             self._kv.lengths[row].fill_(fed)
             if new != row:
@@ -433,22 +453,34 @@ class Decoder:
         """How many of ``known`` tokens have the bits that reading the whole prompt would give."""
         if tokens > self._same_frequencies:  # which then depend on the length of a call
             return 0
+        if self._kv.states:  # of all known tokens or of none
+            return known if self._continues and tokens - known >= constants().gemm_tokens else 0
         return max(0, min(known, tokens - constants().gemm_tokens))
 
     def _chunk_of(self, rows: int) -> int:
         """Maximum tokens of each of ``rows`` sequences in a chunk; 0: no limit."""
+        if not self._continues:
+            return 0
         return max(self._least_tokens, self._chunk_limit // rows) if self._chunk_limit else self.chunk_tokens
 
     def _read_chunk(
-        self, ids_BT: torch.Tensor, cache: Any, of_tokens: int, how: AbstractContextManager[None] | None = None
+        self, ids_BT: torch.Tensor, cache: Any, of_tokens: int, at: int, how: AbstractContextManager[None] | None = None
     ) -> torch.Tensor:
-        """Read a part of prompts with ``of_tokens`` in all; returns what comes next."""
-        with on_device(self.device), packed_attention(self.model), chunks_of_prompt(of_tokens), how or nullcontext():
-            output = self.model(input_ids=ids_BT, use_cache=True, logits_to_keep=1, **{self._cache_name: cache})
+        """Read a part of prompts with ``of_tokens`` in all, from token ``at`` on; returns what comes next."""
+        inputs: dict[str, Any] = {self._cache_name: cache}
+        watch: AbstractContextManager[None] = nullcontext()
+        if at and self._kv.states:
+            watch = check_continued(cache)
+            if self._positions and self._kv.has_attention:  # Bamba would count from 0 again
+                inputs["position_ids"] = torch.arange(at, at + ids_BT.shape[1], device=self.device).expand_as(ids_BT)
+        where = on_device(self.device), packed_attention(self.model), chunks_of_prompt(of_tokens)
+        with where[0], where[1], where[2], how or nullcontext(), watch:
+            output = self.model(input_ids=ids_BT, use_cache=True, logits_to_keep=1, **inputs)
         return self._answer(output.logits)
 
     def copy_kv(self, row: int, first: int, last: int) -> list[torch.Tensor]:
         """Copy keys and values of the tokens from ``first`` to ``last`` (exclusive) of a row, for :meth:`add`."""
+        self.check_parts("copy_kv")
         if not (0 <= row < len(self.lengths) and 0 <= first < last <= self.lengths[row]):
             raise ShapeError(
                 "copy_kv",
@@ -465,7 +497,10 @@ class Decoder:
     @broadcast_call
     @torch.inference_mode()
     def step(self, next_B1: torch.Tensor) -> torch.Tensor:
-        """Feed one token per sequence, int64 ``[B, 1]``; returns the next ones. A failed step can be repeated."""
+        """Feed one token per sequence, int64 ``[B, 1]``; returns the next ones.
+
+        A failed step can be repeated, unless the model has recurrent states: then its sequences are gone.
+        """
         self._check_read("decoding step")
         _check_ids(next_B1, "decoding step")
         if self.length >= self.max_tokens or next_B1.shape != (self.batch, 1):
@@ -491,6 +526,7 @@ class Decoder:
         products and attention of several tokens have other last bits than those of one. Each number of tokens compiles
         to a separate graph; that Inductor rounds alike in all of them is tested, but it does not promise so.
         """
+        self.check_parts("verify")
         self._check_read("verify")
         _check_ids(ids_1T, "verify")
         tokens = ids_1T.shape[1]
@@ -510,7 +546,9 @@ class Decoder:
             self.rollback(tokens)
 
     def _feed(self, ids_BT: torch.Tensor, of_each: bool = False) -> torch.Tensor:
-        """:meth:`_forward` of the next tokens, recorded or compiled. A failure leaves the sequences as they were."""
+        """:meth:`_forward` of the next tokens, recorded or compiled. A failure leaves the sequences as they were, or
+        drops them if they have recurrent states.
+        """
         group = group_of(self.model)
         on_gpu = self.device.type != "cpu" and ids_BT.device.type == "cpu"
         if on_gpu or group is not None:  # a wrong token would break CUDA, or end the group
@@ -536,6 +574,8 @@ class Decoder:
                     result = self._runner(ids_BT, of_each)(ids_BT)
                 _checked(result)
         except BaseException:
+            if self._kv.states:  # those of some layers may have changed
+                self._set_lengths([])
             check_vocabulary(self.model, ids_BT, "token")  # may be the cause, which other errors do not name
             raise
         self._lengthen(ids_BT.shape[1])
@@ -546,6 +586,8 @@ class Decoder:
     def rollback(self, tokens: int) -> None:
         """Forget the last ``tokens`` of each sequence: the next ones take their place."""
         tokens = argument(tokens, "rollback(tokens)").whole()
+        if tokens:
+            self.check_parts("rollback")
         least = min(self.lengths, default=0)
         if tokens >= max(1, least):
             raise ShapeError(
@@ -585,11 +627,11 @@ class Decoder:
         Returns:
             For each new row, the row in which its sequence was.
         """
-        self._check_read("retain")
         kept = sorted(set(rows))
         if not kept:
             self._set_lengths([])
             return []
+        self._check_read("retain")
         if kept[0] < 0 or kept[-1] >= self.batch:
             raise ShapeError(
                 "retain",
@@ -626,6 +668,23 @@ class Decoder:
             return False
         self.model = model
         return True
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the model has recurrent states."""
+        return bool(self._kv.states)
+
+    def check_parts(self, what: str) -> None:
+        """Raises UnsupportedModelError: no part of a sequence can be taken back or kept, as recurrent states have no
+        parts.
+        """
+        if self._kv.states:
+            raise UnsupportedModelError(
+                f"{what} of {type(self.model).__name__}",
+                expected="keys and values of each token, of which the last can be taken back",
+                found="recurrent states, which each token changes",
+                fix="Decode without drafts (prompt_lookup, assistant_model), and read prompts whole.",
+            )
 
     def is_hooked(self) -> bool:
         hooks = (h for m in self.model.modules() for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values()))
@@ -745,7 +804,7 @@ class Decoder:
                 lambda: me().may_record(),
                 lambda: me()._guards.recording(),
                 lambda: me()._is_same(),
-                may_repeat=group_of(self.model) is None,
+                may_repeat=group_of(self.model) is None and not self._kv.states,
             )
         return self._runners[key]
 
@@ -771,10 +830,14 @@ class Decoder:
         """A step compiled from its recorded calls; None: they cannot be recorded."""
         other_BT = (ids_BT + 1) % self.model.get_input_embeddings().num_embeddings  # type: ignore[operator]
         self._guards.renew(self.model)
+        states = self._kv.saved_states(self.batch)
         with self._guards.recording():
             _, calls = record(lambda i: self._forward(i, of_each), other_BT)
-            if calls is None or not repeat(lambda i: self._forward(i, of_each), ids_BT, calls)[1]:
-                return None
+            self._kv.restore_states(states)
+            same = calls is not None and repeat(lambda i: self._forward(i, of_each), ids_BT, calls)[1]
+            self._kv.restore_states(states)
+        if calls is None or not same:
+            return None
         if not self._is_same():
             return None
         return StepGraph(calls).compiled(torch._dynamo.lookup_backend(self._backend), ids_BT, self.model)

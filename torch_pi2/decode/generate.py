@@ -174,6 +174,7 @@ def generate(
     check_vocabulary(model, input_ids)  # the model takes ids, or it would have no decoder
     sequences = [GeneratedSequence(i, seed, max_new_tokens, ends, streamer) for i in range(num_return_sequences)]
     if drafted:
+        decoder.check_parts("prompt_lookup" if assistant_model is None else "assistant_model")
         sequence = sequences[0]
         counts = [drafted] if decoder.compiled else range(1, drafted + 1)
         source: PromptLookup | Assistant = PromptLookup()

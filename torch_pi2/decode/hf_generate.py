@@ -37,7 +37,7 @@ _UNSUPPORTED = ("return_dict_in_generate", "prefill_chunk_size", "cache_implemen
 #: Methods that models with special inputs override.
 _PLAIN = ("_sample", "_prefill", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 #: Caches of transformers' loop, which a Decoder's takes the place of.
-_REPLACED = ("Cache", "DynamicCache", "DynamicLayer", "DynamicSlidingWindowLayer")
+_REPLACED = ("Cache", "DynamicCache", "DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionLayer")
 #: Size of a pooled Decoder in tokens: this, or the next power of two (on a GPU multiple).
 _LEAST_TOKENS = 256
 

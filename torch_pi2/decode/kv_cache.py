@@ -1,13 +1,18 @@
-"""``KeyValues``: keys and values of sequences of different lengths that are decoded together."""
+"""``KeyValues``: keys, values and recurrent states of sequences of different lengths that are decoded together."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.fields import Field
@@ -159,17 +164,126 @@ class StepLayer(_Layer):
         return self._lengths_B[0]
 
 
+class StateMemory:
+    """Recurrent states of one layer: of convolutions, of state-space models or of linear attention.
+
+    Attributes:
+        tensors: ``[rows, ...]`` by kind (``conv`` or ``recurrent``) and number, allocated by the first prompt.
+    """
+
+    def __init__(self, rows: int, count: int) -> None:
+        self.rows, self.count, self.tensors = rows, count, dict[tuple[str, int], torch.Tensor]()
+
+    def of(self, kind: str, number: int, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+        if (kind, number) not in self.tensors:
+            self.tensors[kind, number] = torch.zeros((self.rows, *shape), dtype=like.dtype, device=like.device)
+        tensor = self.tensors[kind, number]
+        check_dtype(tensor, like)
+        if tensor.shape[1:] != shape:
+            raise UnsupportedModelError(
+                f"recurrent states ({kind})",
+                expected=f"the same size for every prompt, {list(tensor.shape[1:])}",
+                found=str(list(shape)),
+                fix="Use model.generate.",
+            )
+        return tensor
+
+
+class _States:
+    """Rows of a :class:`StateMemory` in place of the tensors of transformers' ``LinearAttentionLayer``."""
+
+    def take(self, memory: StateMemory, rows: slice, known: bool) -> None:
+        """``known``: the rows have states, which the next tokens change."""
+        self._states, self._state_rows = memory, rows
+        self.bound: dict[tuple[str, int], torch.Tensor] = {}
+        for (kind, number), tensor in memory.tensors.items() if known else ():
+            self._bind(kind, number, tensor)
+        if known:
+            self.has_previous_state = dict.fromkeys(range(memory.count), True)
+
+    def _bind(self: Any, kind: str, number: int, tensor: torch.Tensor) -> None:
+        bound = self.bound[kind, number] = tensor[self._state_rows]
+        getattr(self, f"{kind}_states")[number] = bound
+        getattr(self, f"is_{kind}_states_initialized")[number] = True
+        self.device, self.dtype = tensor.device, tensor.dtype
+        if kind == "conv":
+            self.conv_kernel_size[number] = tensor.shape[-1]
+
+    def lazy_initialization(
+        self,
+        conv_states: torch.Tensor | None = None,
+        recurrent_states: torch.Tensor | None = None,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+    ) -> None:
+        if conv_states is not None:
+            shape = (*conv_states.shape[1:-1], conv_kernel_size or conv_states.shape[-1])
+            self._bind("conv", state_idx, self._states.of("conv", state_idx, shape, conv_states))
+        if recurrent_states is not None:
+            made = self._states.of("recurrent", state_idx, tuple(recurrent_states.shape[1:]), recurrent_states)
+            self._bind("recurrent", state_idx, made)
+
+
+@functools.cache
+def _with_states(attention: Any) -> Any:
+    """The class of layers with states, beside keys and values if ``attention`` is the class of these."""
+    from transformers.cache_utils import LinearAttentionLayer
+
+    def init(self: Any, states: StateMemory, rows: slice, known: bool, *of_attention: Any) -> None:
+        LinearAttentionLayer.__init__(self, number_of_states=states.count)
+        if attention is not None:
+            attention.__init__(self, *of_attention)
+        self.take(states, rows, known)
+
+    kinds = (_States, *(() if attention is None else (attention,)), LinearAttentionLayer)
+    return type(LinearAttentionLayer)("StateLayer", kinds, {"__init__": init})
+
+
+def _parts(layer: Any) -> tuple[bool, int]:
+    """Whether a layer of transformers' cache has keys and values, and its number of recurrent states."""
+    from transformers.cache_utils import CacheLayerMixin
+
+    return isinstance(layer, CacheLayerMixin), getattr(layer, "number_of_states", 0)
+
+
+class ForgottenStates(Exception):
+    """A model's code begins with new states in a chunk of a prompt that is not the first."""
+
+
+class _Uses(TorchFunctionMode):
+    def __init__(self, states: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.unused = {id(state) for state in states}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        read = args[1:] if getattr(func, "__name__", "") in ("copy_", "__get__") else args
+        for value in (*read, *(kwargs or {}).values()):
+            self.unused -= {id(part) for part in (value if isinstance(value, (tuple, list)) else (value,))}
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def check_continued(cache: Any) -> Iterator[None]:
+    """Raises ForgottenStates at the end unless each state of ``cache`` is read (Mamba's first version has none)."""
+    layers = [layer for layer in cache.layers if isinstance(layer, _States)]
+    with _Uses([t for layer in layers for t in layer.bound.values()]) as uses:
+        yield
+    if uses.unused:
+        raise ForgottenStates
+
+
 class KeyValues:
-    """Keys and values of up to ``rows`` sequences of ``max_tokens`` each, and transformers' caches over them.
+    """Keys, values and recurrent states of up to ``rows`` sequences of ``max_tokens`` each, and transformers' caches
+    over them.
 
     All caches are views of the same memory, which the first prompt allocates. Rows are copied but never reallocated:
-    compiled code holds their addresses.
+    compiled code holds their addresses. States are those after all tokens of a row: none can be taken back.
 
     Args:
         grows: caches show attention only what is written (:func:`torch_pi2.decode.chunked_prefill.attends_itself`).
 
     Attributes:
-        lengths: int64 ``[rows]``, tokens of each sequence.
+        lengths: int64 ``[rows]``, tokens of each sequence. states: memory of recurrent states, by layer that has some.
     """
 
     def __init__(self, model: nn.Module, max_tokens: int, rows: int, device: torch.device, grows: bool = False) -> None:
@@ -178,7 +292,15 @@ class KeyValues:
         for kind in (PromptLayer, StepLayer):
             CacheLayerMixin.register(kind)
         self._template: Any = static_cache(model, max_tokens)
-        self._memory = [LayerMemory(rows, max_tokens, device) for _ in self._template.layers]
+        parts = [_parts(layer) for layer in self._template.layers]
+        self._layers = [
+            (LayerMemory(rows, max_tokens, device) if kv else None, StateMemory(rows, states) if states else None)
+            for kv, states in parts
+        ]
+        self._memory = [memory for memory, _ in self._layers if memory is not None]
+        self.states = [memory for _, memory in self._layers if memory is not None]
+        self.has_attention = bool(self._memory)
+        self._others = [layer for layer, part in zip(self._template.layers, parts, strict=True) if part == (False, 0)]
         self._template = DynamicCache() if grows else self._template
         self._prompt_layer = GrowingLayer if grows else PromptLayer
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -201,7 +323,7 @@ class KeyValues:
 
     def growing(self, rows: slice, known: int) -> Any:
         """A cache for more tokens of ``rows``, which have ``known`` tokens each."""
-        return self._cache([self._prompt_layer(memory, rows, known) for memory in self._memory])
+        return self._cache(self._prompt_layer, rows, known > 0, rows, known)
 
     def add(self, tokens: int, lengths: list[int]) -> None:
         """Count ``tokens`` more in the first rows, which then have ``lengths``. Until then a step can be repeated."""
@@ -211,20 +333,40 @@ class KeyValues:
 
     def check_used(self, model: nn.Module) -> None:
         """Raises UnsupportedModelError: ``model`` has not used the cache for a prompt."""
-        if any(memory.keys is None for memory in self._memory):
+        if any(memory.keys is None for memory in self._memory) or not all(states.tensors for states in self.states):
             raise no_causal_model(model, "one that leaves it empty: what it knows of the prompt is elsewhere")
 
     def stepping(self, rows: int) -> Any:
         """The cache for steps of the first ``rows`` sequences, the same object each time."""
         if rows not in self._stepping:
             lengths_B = self.lengths[:rows]
-            self._stepping[rows] = self._cache([StepLayer(memory, lengths_B) for memory in self._memory])
+            self._stepping[rows] = self._cache(StepLayer, slice(rows), True, lengths_B)
         return self._stepping[rows]
 
-    def _cache(self, layers: list[Any]) -> Any:
-        cache = copy.copy(self._template)
-        cache.layers = layers
+    def _cache(self, kind: Any, rows: slice, known: bool, *given: Any) -> Any:
+        """A cache of layers of ``kind`` for keys and values; ``known``: there are states before the next tokens."""
+        cache, others = copy.copy(self._template), iter(self._others)
+        cache.layers = [
+            (kind(memory, *given) if memory is not None else next(others))
+            if states is None
+            else _with_states(None if memory is None else kind)(states, rows, known, memory, *given)
+            for memory, states in self._layers
+        ]
         return cache
+
+    def saved_states(self, rows: int) -> list[torch.Tensor]:
+        """Copies of the states of the first rows, for :meth:`restore_states`."""
+        return [t[:rows].clone() for states in self.states for t in states.tensors.values()]
+
+    def restore_states(self, saved: list[torch.Tensor]) -> None:
+        for tensor, before in zip((t for states in self.states for t in states.tensors.values()), saved, strict=True):
+            tensor[: len(before)] = before
+
+    def clear_states(self, row: int) -> None:
+        """As before the first token."""
+        for states in self.states:
+            for tensor in states.tensors.values():
+                tensor[row].zero_()
 
     def copied(self, row: int, first: int, last: int) -> list[torch.Tensor]:
         """Copies of keys and values ``[heads, last - first, width]`` of a row, by layer, on the CPU."""
@@ -245,6 +387,9 @@ class KeyValues:
         for memory in self._memory:
             for tensor in memory.tensors():
                 tensor[target, :, :tokens] = tensor[source, :, :tokens]
+        for states in self.states:
+            for tensor in states.tensors.values():
+                tensor[target] = tensor[source]
         self.lengths[target], self._written[target] = tokens, max(self._written[target], tokens)
 
     def give_back(self, rows: int) -> None:
@@ -257,7 +402,7 @@ def static_cache(model: nn.Module, max_tokens: int) -> Any:
     """transformers' ``StaticCache`` for ``model``. Layers with windows keep all tokens, which masks hide. Raises
     UnsupportedModelError: see :class:`torch_pi2.Decoder`.
     """
-    from transformers import StaticCache
+    from transformers import PreTrainedModel, StaticCache
     from transformers.cache_utils import StaticLayer
 
     config: Any = getattr(model, "config", None)
@@ -269,6 +414,11 @@ def static_cache(model: nn.Module, max_tokens: int) -> Any:
     if getattr(config, "alibi", False):
         found = "attention with linear biases (ALiBi), which it computes for the tokens that there are"
         unsupported.wrong("positions in rotary embeddings or tables", found)
+    for part in (part for part in model.modules() if isinstance(part, PreTrainedModel)):
+        given = inspect.signature(part.forward).parameters.get(cache_name(part))
+        own = re.search(r"\b(?!EncoderDecoder|Dynamic|Static)\w+Cache\b", str(given))
+        if own is not None:
+            unsupported.wrong("layers that use transformers' usual caches", f"a cache of its own, {own[0]}")
     from_ids = any(
         hasattr(p, "create_position_ids_from_input_ids") and "position_embeddings" in p._modules
         for p in model.modules()
@@ -279,13 +429,18 @@ def static_cache(model: nn.Module, max_tokens: int) -> Any:
         found = "positions that its code derives from the ids (RoBERTa)" if from_ids else found
         unsupported.wrong("positions that count from 0, and windows of the last tokens", found)
     cache = StaticCache(config=config, max_cache_len=max_tokens)
+    known = {"StaticLayer", "LinearAttentionLayer", "LinearAttentionAndStaticFullAttentionLayer"}
+    known |= {"LinearAttentionAndStaticSlidingWindowAttentionLayer"}
+    if getattr(config.get_text_config(decoder=True), "kv_sharing_modes", None) is None:
+        known.add("DummyLayer")  # of layers without a cache
     for i, layer in enumerate(cache.layers):
-        if type(layer) is not StaticLayer and isinstance(layer, StaticLayer) and layer.is_sliding:
+        states = getattr(layer, "number_of_states", None)
+        if states is None and isinstance(layer, StaticLayer) and layer.is_sliding:
             cache.layers[i] = StaticLayer(max_cache_len=max_tokens)
-        elif type(layer) is not StaticLayer:
+        elif type(layer).__name__ not in known or (hasattr(layer, "conv_states") and states is None):
             raise UnsupportedModelError(
                 f"KV cache of layer {i}",
-                expected="keys and values of plain attention",
+                expected="keys and values of plain attention, or recurrent states as since transformers 5.24",
                 found=type(layer).__name__,
                 fix="Use model.generate.",
             )

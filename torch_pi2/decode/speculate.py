@@ -107,6 +107,7 @@ class Assistant:
         places = getattr(model.config, "max_position_embeddings", None)
         self._most = min(max_tokens, max_tokens if places is None else places, most_positions(model))
         self._decoder = Decoder(model, max_tokens=self._most, compiled=compiled, logits=True)
+        self._decoder.check_parts("assistant_model")
         self._read: list[int] = []  # tokens in its KV cache
 
     def read(self, prompt_1T: torch.Tensor) -> None:

@@ -211,7 +211,8 @@ class GraphRunner:
         recording: entered while a step is recorded or compared.
         same: whether the model and its code are as they were. Called after a recorded step; before it, it may refer
             to the state of the model then.
-        may_repeat: whether ``forward`` may repeat a step whose recorded calls fail, which other processes would not.
+        may_repeat: whether ``forward`` may repeat a step whose recorded calls fail: unless other processes would not,
+            or the calls have changed recurrent states.
     """
 
     def __init__(
@@ -278,6 +279,8 @@ class GraphRunner:
             with self._recording():
                 result, calls = record(self._forward, ids_BT)
         except torch.OutOfMemoryError:  # of a GPU: recording keeps all that is between
+            if not self._may_repeat:
+                raise
             return self._forward(ids_BT)
         if calls is not None and self._same():
             self._calls, self._wait = calls, 0  # the next one is compared
