@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 import torch_pi2
 from torch_pi2.base.tensorfile import TensorReader
-from torch_pi2.checkpoint.gguf.families import configuration
+from torch_pi2.checkpoint.gguf.families import FAMILIES, configuration
 from torch_pi2.checkpoint.save_load import load_dense
 from torch_pi2.errors import ArtifactError, ConfigError, DtypeError, NonFiniteError, Pi2Error, UnsupportedModelError
 from torch_pi2.layers.linear import QuantLinear
@@ -57,7 +57,7 @@ def test_there_and_back(made: Any, tmp_path: Path, name: str) -> None:
     report = torch_pi2.import_gguf(file, tmp_path / "out")
     again = torch_pi2.load(tmp_path / "out", dtype=torch.float32)
     off = (logits(again) - logits(model)).abs().max() / logits(model).abs().max()
-    assert off < (0.05 if report.neurons else 1e-5)
+    assert off < (0.1 if report.neurons else 1e-5)
     assert report.tokenizer == ""
     assert bool(report.rounded) == bool(report.neurons)
 
@@ -328,7 +328,7 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     ("gemma2", "attention.sliding_window", 0, r"a window of one token or more, found gemma2\.att"),
     ("mixtral", "expert_used_count", 0, "expert_used_count in .*: expected from 1 to 4, as .*, found 0"),
     ("mixtral", "expert_used_count", 5, "expert_used_count in .*: expected from 1 to 4, as .*, found 5"),
-    ("bert", "block_count", 2, "expected arcee, gemma, gemma2, gemma3, .*llama.*, found 'bert'"),
+    ("bert", "block_count", 2, "expected arcee, .*gemma, gemma2, gemma3.*, llama.*, found 'bert'"),
     ("llama", "block_count", None, "llama.block_count in .*: expected a whole number from 1 to"),
     ("llama", "block_count", 3, "block_count in .*: expected 2, as its tensors have it, found 3"),
     ("llama", "block_count", 1, "block_count in .*: expected 2, as its tensors have it, found 1"),
@@ -347,6 +347,9 @@ REFUSED: list[tuple[str, str, Any, str]] = [
         128,
         "rope.dimension_count in .*: expected a .* from 1 to 64, found 128",
     ),
+    ("bitnet", "hidden_act", "gelu", "hidden_act silu or relu2, found 'gelu'"),
+    ("olmo", "attention.layer_norm_epsilon", 1e-6, "norms with an epsilon of 1e-5, found another"),
+    ("cohere2", "attention.sliding_window_pattern", 3, "sliding_window_pattern 4, or one of 4 layers, found 3"),
     ("llama", "logit_scale", 2.0, "expected metadata that is known, .*, found llama.'logit_scale' 2.0"),
     ("llama", "rope.scaling.attn_factor", 1.5, "'rope.scaling.attn_factor' 1.5"),
     ("llama", "pooling_type", 3, "'pooling_type' 3"),
@@ -424,6 +427,49 @@ def test_what_is_refused(made: Any, tmp_path: Path, name: str, key: str, value: 
     with pytest.raises(Pi2Error, match=message):
         torch_pi2.import_gguf(changed, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["a.gguf"]
+
+
+def test_docs_name_every_architecture() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "GGUF.md").read_text()
+    assert not {family.arch for family in FAMILIES if f"`{family.arch}`" not in text}
+
+
+@pytest.mark.parametrize("arch", ["rwkv7", "smallthinker"])
+def test_what_transformers_does_not_have(made: Any, tmp_path: Path, arch: str) -> None:
+    changed = ggufs.rewritten(made("llama")[2], tmp_path / "a.gguf", keys={"general.architecture": arch})
+    with pytest.raises(UnsupportedModelError, match=rf"found '{arch}'\. transformers.*has no class for it; llama\.cpp"):
+        torch_pi2.import_gguf(changed, tmp_path / "out")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slides", [[True, False, True], [True, True]])
+def test_which_layers_slide(made: Any, tmp_path: Path, slides: list[bool]) -> None:
+    """As new converters write it, layer by layer."""
+    keys = {"general.architecture": "gemma2", "gemma2.attention.sliding_window_pattern": slides}
+    file = ggufs.rewritten(made("gemma2")[2], tmp_path / "a.gguf", keys=keys)
+    with GgufModel(file) as model:
+        if len(slides) == 2:
+            assert configuration(model)["layer_types"] == ["sliding_attention"] * 2
+        else:
+            with pytest.raises(UnsupportedModelError, match="sliding_window_pattern 2, or one of 2 layers, found"):
+                configuration(model)
+
+
+@pytest.mark.slow
+def test_keys_of_shared_layers_are_left_out(tmp_path: Path) -> None:
+    """Of Gemma 3n, whose last layers take the keys and values of earlier ones; files have their own as well."""
+    model = ggufs.tiny(
+        "gemma3n", num_hidden_layers=10, num_kv_shared_layers=5, activation_sparsity_pattern=[0.95] + [0.0] * 9
+    )
+    model.save_pretrained(tmp_path / "tiny")
+    file = ggufs.written(tmp_path / "tiny", tmp_path / "a.gguf")
+    more = ggufs.rewritten(file, tmp_path / "b.gguf", more="blk.7.attn_k.weight")
+    for one, out in ((file, "out"), (more, "more")):
+        torch_pi2.import_gguf(one, tmp_path / out)
+        off = logits(torch_pi2.load(tmp_path / out, dtype=torch.float32)) - logits(model)
+        assert float(off.abs().max() / logits(model).abs().max()) < 0.1
+    with pytest.raises(UnsupportedModelError, match=r"blk\.4\.attn_k\.bias as well"):
+        torch_pi2.import_gguf(ggufs.rewritten(file, tmp_path / "c.gguf", more="blk.4.attn_k.bias"), tmp_path / "c")
 
 
 def test_arguments(made: Any, tmp_path: Path) -> None:
@@ -515,13 +561,17 @@ def test_scales_that_are_no_numbers(made: Any, tmp_path: Path, kind: str, at: in
 def test_float_files_beside_llama_cpp(made: Any, tmp_path: Path, name: str) -> None:
     """Its keys and values have 16 bits; nothing else is rounded there."""
     llama_cpp = pytest.importorskip("llama_cpp")
+    if name == "bitnet":
+        pytest.skip("the metadata's hidden_act is read by later versions than 0.3.36, which compute silu")
     model, folder, _ = made(name)
     shutil.copytree(folder, tmp_path / "tiny")  # llama.cpp looks for tokens of Phi-3 in what is called so
     ggufs.written(tmp_path / "tiny", tmp_path / "a.gguf")
     engine = llama_cpp.Llama(str(tmp_path / "a.gguf"), n_ctx=128, logits_all=True, verbose=False, n_threads=1)
     engine.eval(TOKENS[0].tolist())
     theirs, ours = torch.from_numpy(engine.scores[: TOKENS.shape[1]].copy()), logits(model)[0]
-    assert float((theirs - ours).abs().max() / ours.abs().max()) < 1.2e-3
+    assert float((theirs - ours).abs().max() / ours.abs().max()) < (
+        6e-3 if name == "gemma3n" else 1.2e-3  # whose standard deviations are of n - 1 numbers there, 512 here
+    )
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")

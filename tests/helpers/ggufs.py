@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from torch_pi2.checkpoint.gguf.families import FAMILIES, llama3_divisors
-from torch_pi2.checkpoint.gguf.source import stack_name
+from torch_pi2.checkpoint.gguf.source import gguf_name, stack_name
 from torch_pi2.store.source import expert_matrix
 
 #: Columns are a multiple of 256, which k-quants need.
@@ -32,6 +32,15 @@ _COMMON = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 2,
+}
+_GRANITE = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.1}
+#: As far as llama.cpp has no choice: the width of laurel, and of inputs to layers; sparse layers; no shared keys.
+_GEMMA3N = {
+    "num_hidden_layers": 5,
+    "num_kv_shared_layers": 0,
+    "sliding_window": 32,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "activation_sparsity_pattern": [0.95] * 5,
 }
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "decoder_sparse_step": 1}
 #: Name -> model type and what its configuration says beside the common sizes.
@@ -62,17 +71,39 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("arcee", {}),
     "jais2": ("jais2", {}),
     "nemotron": ("nemotron", {}),
+    "gemma3n": ("gemma3n_text", _GEMMA3N),
+    "bitnet": ("bitnet", {"tie_word_embeddings": True}),
+    "bitnet_silu": ("bitnet", {"tie_word_embeddings": True, "hidden_act": "silu"}),
+    "olmo": ("olmo", {"clip_qkv": 0.5}),
+    "olmo3": ("olmo3", {"sliding_window": 32, "num_hidden_layers": 4}),
+    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4}),
+    "granite": ("granite", _GRANITE),
+    "granitemoe": ("granitemoe", {**_GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "cohere": ("cohere", {"logit_scale": 0.25}),
+    "cohere2": ("cohere2", {"sliding_window": 32, "num_hidden_layers": 4, "logit_scale": 0.25}),
+    "exaone": ("exaone", {}),
+    "exaone4": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "ernie4_5": ("ernie4_5", {}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 4}),
+    "seed_oss": ("seed_oss", {}),
+    "starcoder2": ("starcoder2", {"sliding_window": None}),
+    "stablelm": ("stablelm", {"use_qkv_bias": True}),
+    "stablelm_parallel": ("stablelm", {"use_parallel_residual": True}),
+    "phi": ("phi", {}),
+    "glm4": ("glm4", {}),
+    "glm": ("glm", {}),
+    "hunyuan": ("hunyuan_v1_dense", {"rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "qwen2_moe": ("qwen2_moe", {**_EXPERTS, "shared_expert_intermediate_size": 512, "norm_topk_prob": False}),
     "qwen3_moe": ("qwen3_moe", {**_EXPERTS, "norm_topk_prob": True}),
 }
 
 
-def tiny(name: str, seed: int = 0) -> Any:
-    """A model of random weights that are large enough for its logits to differ."""
+def tiny(name: str, seed: int = 0, **others: Any) -> Any:
+    """A model of random weights that are large enough for its logits to differ; ``others``: of its configuration."""
     kind, more = MODELS[name]
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(kind, **{**_COMMON, **more})
+    config = AutoConfig.for_model(kind, **{**_COMMON, **more, **others})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
@@ -115,9 +146,13 @@ def written(folder: Path, file: Path) -> Path:
     said |= dict.fromkeys(("attention.key_length", "attention.value_length"), config.head_dim)
     said["rope.dimension_count"] = round(config.head_dim * rope.get("partial_rotary_factor", 1))
     writer = gguf.GGUFWriter(file, family.arch)
+    if family.arch == "gemma3n":
+        shares = torch.tensor(config.activation_sparsity_pattern)
+        said["activation_sparsity_scale"] = torch.special.ndtri(shares).tolist()
     for key, value in (said | {"rope.freq_base": float(rope["rope_theta"])}).items():
         if value is not None:
-            add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+            kinds = {float: writer.add_float32, str: writer.add_string, bool: writer.add_bool, list: writer.add_array}
+            add = kinds.get(type(value), writer.add_uint32)
             add(f"{family.arch}.{key}", value)
     _add_tokenizer(writer, folder, config.vocab_size)
     if rope["rope_type"] == "llama3":
@@ -132,7 +167,19 @@ def written(folder: Path, file: Path) -> Path:
             found.setdefault(stack_name(expert[0], expert[2]), []).append(tensors[name])
             continue
         base, _, suffix = name.rpartition(".")
-        value, known = tensors[name], f"{names.get_name(base)}.{suffix}"
+        if "put_linear" in base:  # stacks of experts
+            parts = tensors[name].chunk(2, 1) if "input" in base else [tensors[name]]
+            for role, part in zip(("gate", "up") if "input" in base else ("down",), parts, strict=True):
+                found[stack_name(int(name.split(".")[2]), role)] = list(part)
+            continue
+        module, _, number = base.rpartition(".")
+        if number.isdigit() and (known := names.get_name(module)):
+            found.setdefault(f"{known}.{suffix}", []).append(tensors[name])
+            continue
+        if known := names.get_name(name):
+            found[f"{known}.weight"] = [tensors[name]]
+            continue
+        value, known = tensors[name], f"{gguf_name(names, family, base)}.{suffix}"
         part = known.split(".")[-2].removeprefix("attn_")
         if family.permuted and part in heads:  # halves of heads are interleaved
             value = value.unflatten(0, (heads[part], 2, -1)).transpose(1, 2).flatten(0, 2)
@@ -140,8 +187,10 @@ def written(folder: Path, file: Path) -> Path:
             value = value + family.norm_offset
         if known != "output.weight" or not config.tie_word_embeddings:
             found[known] = [value]
+    if family.model_type == "olmo":
+        writer.add_layer_norm_eps(1e-5)
     for known, values in found.items():
-        writer.add_tensor(known, (torch.stack(values) if "_exps." in known else values[0]).contiguous().numpy())
+        writer.add_tensor(known, (torch.stack(values) if len(values) > 1 else values[0]).contiguous().numpy())
     _write(writer)
     return file
 
@@ -208,7 +257,11 @@ def _writer_of(reader: Any, target: Path, keys: Mapping[str, Any] | None = None,
         if value is not None:
             of = {str: kinds.STRING, bool: kinds.BOOL, int: kinds.UINT32, float: kinds.FLOAT32, list: kinds.ARRAY}
             kind = of[type(value)]
-            sub = {str: kinds.STRING, int: kinds.UINT32}[type(value[0])] if kind is kinds.ARRAY else None
+            sub = (
+                {str: kinds.STRING, int: kinds.UINT32, bool: kinds.BOOL}[type(value[0])]
+                if kind is kinds.ARRAY
+                else None
+            )
             writer.add_key_value(key, value, kind, sub_type=sub)
     return writer
 

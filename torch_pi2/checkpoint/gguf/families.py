@@ -79,10 +79,17 @@ _FRACTIONS = (
     "rope.freq_base_swa",
     "rope.scaling.factor",
     "rope.scale_linear",
+    "scale",
+    "clamp_kqv",
 )
+#: Keys of other than numbers -> values that are known.
+_WORDS: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "relu2"),
+    "use_parallel_residual": (True, False),
+}
 _SLIDING = {"attention.sliding_window": "sliding_window"}
-_EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
-_EXPERTS |= {"expert_feed_forward_length": "moe_intermediate_size"}
+_OLMOE = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+_EXPERTS = {**_OLMOE, "expert_feed_forward_length": "moe_intermediate_size"}
 
 
 @dataclass(frozen=True)
@@ -90,22 +97,27 @@ class Family:
     """One architecture.
 
     Attributes:
-        arch: in files. model_type: in transformers.
+        arch: in files. model_type: in transformers. needs: key that its files have (not 0), unlike others' of ``arch``.
         keys: key -> attribute, besides the common ones. fixed: attribute -> value built into llama.cpp.
         permuted: q and k have their rotary halves interleaved in the file. by_neuron: down has one row per neuron.
         norm_offset: difference between norm weights in the file and in the model.
-        biases: attribute -> tensor of the first block whose bias tells it. partial: a part of a head may be rotated.
+        told: attribute -> tensor of the first block whose presence tells it. partial: heads may be rotated in part.
+        pattern: of so many layers the last one has full attention. names: part of a module's name here -> one that
+            the package gguf knows.
     """
 
     arch: str
     model_type: str
     keys: Mapping[str, str] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    needs: str = ""
     permuted: bool = False
     by_neuron: bool = False
     norm_offset: float = 0.0
-    biases: Mapping[str, str] = field(default_factory=dict)
+    told: Mapping[str, str] = field(default_factory=dict)
     partial: bool = False
+    pattern: int = 0
+    names: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def attributes(self) -> dict[str, str]:
@@ -121,57 +133,127 @@ class Family:
         return None if found is None else found[1]
 
 
+_SILU, _RELU2, _GELU = ({"hidden_act": name} for name in ("silu", "relu2", "gelu_pytorch_tanh"))
 _GEMMA = {"hidden_activation": "gelu_pytorch_tanh"}
 _CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
-_RELU2, _BIASES = {"hidden_act": "relu2"}, {"attention_bias": "attn_output", "mlp_bias": "ffn_down"}
+_GEMMA3N = {
+    "altup.active_idx": "altup_active_idx",
+    "altup.num_inputs": "altup_num_inputs",
+    "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+    "attention.shared_kv_layers": "num_kv_shared_layers",
+}
+_LOCAL_EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+_ALL_EXPERTS = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+_BIASES = {"attention_bias": "attn_output.bias", "mlp_bias": "ffn_down.bias"}
+_QKV_BIAS = {"attention_bias": "attn_q.bias"}
+_GRANITE = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+_CLIP = {"attention.clamp_kqv": "clip_qkv"}
+_BITNET = {"attn_sub_norm": "inner_attn_ln", "mlp.ffn_sub_norm": "mlp.ffn_layernorm"}
 FAMILIES = (
-    Family("llama", "llama", fixed={"hidden_act": "silu"}, permuted=True, biases=_BIASES),
-    Family(
-        "llama",
-        "mixtral",
-        {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
-        {"hidden_act": "silu", "sliding_window": None},
-        permuted=True,
-    ),
+    Family("llama", "mixtral", _LOCAL_EXPERTS, {**_SILU, "sliding_window": None}, "expert_count", permuted=True),
+    Family("llama", "llama", fixed=_SILU, permuted=True, told=_BIASES),
     # PowerInfer's files: llama with ReLU (ProSparse, ReluLLaMA), with down matrices stored by neuron
-    Family("llama", "llama", fixed={"hidden_act": "relu"}, permuted=True, by_neuron=True, biases=_BIASES),
-    Family("qwen2", "qwen2", fixed={"hidden_act": "silu", "use_sliding_window": False}),
-    Family("qwen3", "qwen3", fixed={"hidden_act": "silu", "use_sliding_window": False, "attention_bias": False}),
+    Family("llama", "llama", fixed={"hidden_act": "relu"}, permuted=True, by_neuron=True, told=_BIASES),
+    Family("qwen2", "qwen2", fixed={**_SILU, "use_sliding_window": False}),
+    Family("qwen3", "qwen3", fixed={**_SILU, "use_sliding_window": False, "attention_bias": False}),
     Family(
         "qwen2moe",
         "qwen2_moe",
         {**_EXPERTS, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
-        {"hidden_act": "silu", "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        {**_SILU, **_ALL_EXPERTS, "norm_topk_prob": False},
+    ),
+    Family("qwen3moe", "qwen3_moe", _EXPERTS, {**_SILU, **_ALL_EXPERTS, "norm_topk_prob": True}),
+    Family("gemma", "gemma", fixed={**_GELU, **_GEMMA}, norm_offset=1.0),
+    Family("gemma2", "gemma2", {**_SLIDING, **_CAPS}, _GEMMA, norm_offset=1.0, pattern=2),
+    Family("gemma3", "gemma3_text", _SLIDING, _GEMMA, norm_offset=1.0, pattern=6),
+    Family("gemma3n", "gemma3n_text", {**_SLIDING, **_CAPS, **_GEMMA3N}, _GEMMA, pattern=5),
+    Family("phi3", "phi3", _SLIDING, _SILU),
+    Family("olmo2", "olmo3", _SLIDING, _SILU, "attention.sliding_window", pattern=4),
+    Family("olmo2", "olmo2", fixed=_SILU),
+    Family("olmo", "olmo", {_LAYER_NORM: "layer_norm_eps", **_CLIP}, _SILU, permuted=True),
+    Family("olmoe", "olmoe", {**_OLMOE, **_CLIP}, {**_SILU, "norm_topk_prob": False}),
+    Family("arcee", "arcee", fixed=_RELU2, permuted=True, told=_BIASES),
+    Family("jais2", "jais2", {_LAYER_NORM: "layer_norm_eps"}, _RELU2, told=_BIASES),
+    Family("nemotron", "nemotron", {_LAYER_NORM: "norm_eps"}, _RELU2, norm_offset=1.0, told=_BIASES, partial=True),
+    Family("bitnet", "bitnet", {"hidden_act": "hidden_act"}, _SILU, names=_BITNET),
+    Family("granite", "granite", _GRANITE, _SILU, permuted=True, told=_BIASES),
+    Family(
+        "granitemoe",
+        "granitemoe",
+        {**_GRANITE, **_LOCAL_EXPERTS},
+        _SILU,
+        permuted=True,
+        names={".router": ".router.layer"},
     ),
     Family(
-        "qwen3moe",
-        "qwen3_moe",
-        _EXPERTS,
-        {"hidden_act": "silu", "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        "command-r",
+        "cohere",
+        {_LAYER_NORM: "layer_norm_eps", "logit_scale": "logit_scale"},
+        _SILU,
+        told={**_QKV_BIAS, "use_qk_norm": "attn_q_norm.weight"},
     ),
-    Family("gemma", "gemma", fixed={"hidden_act": "gelu_pytorch_tanh", **_GEMMA}, norm_offset=1.0),
-    Family("gemma2", "gemma2", {**_SLIDING, **_CAPS}, _GEMMA, norm_offset=1.0),
-    Family("gemma3", "gemma3_text", _SLIDING, _GEMMA, norm_offset=1.0),
-    Family("phi3", "phi3", _SLIDING, {"hidden_act": "silu"}),
-    Family("olmo2", "olmo2", fixed={"hidden_act": "silu"}),
-    Family("arcee", "arcee", fixed=_RELU2, permuted=True, biases=_BIASES),
-    Family("jais2", "jais2", {_LAYER_NORM: "layer_norm_eps"}, _RELU2, biases=_BIASES),
-    Family("nemotron", "nemotron", {_LAYER_NORM: "norm_eps"}, _RELU2, norm_offset=1.0, biases=_BIASES, partial=True),
+    Family(
+        "cohere2",
+        "cohere2",
+        {_LAYER_NORM: "layer_norm_eps", "logit_scale": "logit_scale", **_SLIDING},
+        _SILU,
+        told=_QKV_BIAS,
+        pattern=4,
+    ),
+    Family("exaone", "exaone", fixed=_SILU),
+    Family("exaone4", "exaone4", _SLIDING, _SILU, pattern=4),
+    Family("ernie4_5", "ernie4_5", fixed=_SILU, told={"use_bias": "attn_q.bias"}),
+    Family("smollm3", "smollm3", fixed={**_SILU, "no_rope_layer_interval": 4}, permuted=True, told=_BIASES),
+    Family(
+        "seed_oss",
+        "seed_oss",
+        fixed=_SILU,
+        told={**_QKV_BIAS, "attention_out_bias": "attn_output.bias", "mlp_bias": "ffn_down.bias"},
+    ),
+    Family(
+        "starcoder2",
+        "starcoder2",
+        {_LAYER_NORM: "norm_epsilon"},
+        {**_GELU, "sliding_window": None},
+        told={"use_bias": "attn_q.bias"},
+    ),
+    Family(
+        "stablelm",
+        "stablelm",
+        {_LAYER_NORM: "layer_norm_eps", "use_parallel_residual": "use_parallel_residual"},
+        _SILU,
+        told={"use_qkv_bias": "attn_q.bias"},
+        partial=True,
+    ),
+    Family("phi2", "phi", {_LAYER_NORM: "layer_norm_eps"}, {"hidden_act": "gelu_new"}, partial=True),
+    Family("glm4", "glm4", fixed=_SILU, told=_QKV_BIAS, partial=True),
+    Family("chatglm", "glm", fixed=_SILU, told=_QKV_BIAS, partial=True),
+    Family("hunyuan-dense", "hunyuan_v1_dense", fixed=_SILU, told=_QKV_BIAS),
 )
+
+
+#: Architectures of which transformers has no class.
+_NOT_IN_TRANSFORMERS = ("rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7", "smallthinker")
 
 
 def _unsupported(file: GgufFile, expected: str, found: str, part: str = "") -> NoReturn:
     fix = "Load the model's original checkpoint with transformers, and optimise that."
+    if file.metadata.get("general.architecture") in _NOT_IN_TRANSFORMERS:
+        fix = "transformers, which runs models here, has no class for it; llama.cpp runs this file."
     raise UnsupportedModelError(f"{part}{file.path}", expected=expected, found=found, fix=fix)
 
 
 def family_of(file: GgufFile) -> Family:
     """Raises UnsupportedModelError, ArtifactError."""
     arch = file.metadata.get("general.architecture")
-    experts = bool(file.metadata.get(f"{arch}.expert_count", 0))
     by_neuron = "blk.0.ffn_down_t.weight" in file.tensors
     for family in FAMILIES:
-        fits = arch != "llama" or experts == (family.model_type == "mixtral")
+        fits = not family.needs or bool(file.metadata.get(f"{arch}.{family.needs}"))
         if family.arch == arch and fits and family.by_neuron == by_neuron:
             return family
     _unsupported(file, ", ".join(sorted({family.arch for family in FAMILIES})), shown(arch), "architecture of ")
@@ -179,7 +261,8 @@ def family_of(file: GgufFile) -> Family:
 
 def rows_in_file(rows: int, heads: int) -> torch.Tensor:
     """``[rows]``: row in the file of each row of the model, for permuted tensors (interleaved halves of heads)."""
-    return torch.arange(rows).unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(-1)
+    order: torch.Tensor = torch.arange(rows).unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(-1)
+    return order
 
 
 class ArchMetadata:
@@ -192,6 +275,8 @@ class ArchMetadata:
     def number(self, key: str, default: Any = None, *, least: float = 0, most: float = 1 << 31) -> Any:
         """A number, whole but for ``_FRACTIONS``. Raises ArtifactError: invalid, or missing without a ``default``."""
         found = self.get(key)
+        if isinstance(found, list) and key == "feed_forward_length" and found and found == found[:1] * len(found):
+            found = found[0]  # layer by layer
         if found is None and default is not None:
             return default
         kinds, whole = ((int, float), "") if key.endswith(_FRACTIONS) else ((int,), "whole ")
@@ -224,12 +309,20 @@ def configuration(file: GgufFile) -> dict[str, Any]:
     config: dict[str, Any] = {"model_type": family.model_type, **family.fixed}
     required = _REQUIRED - ({"feed_forward_length"} if "expert_feed_forward_length" in family.keys else set())
     for key, attribute in family.attributes.items():
-        if meta.has(key) or key in required or key in (_LAYER_NORM, _RMS_NORM):
+        if key in _WORDS and meta.has(key):
+            config[attribute] = meta.get(key)
+            if config[attribute] not in _WORDS[key]:
+                _unsupported(file, f"{key} {' or '.join(map(str, _WORDS[key]))}", shown(config[attribute]))
+        elif meta.has(key) or key in required or key in (_LAYER_NORM, _RMS_NORM):
             config[attribute] = meta.number(key, least=key in _COUNTS, most=1 << 31 if "epsilon" not in key else 1)
+            if key.endswith(("scale", "clamp_kqv")) and not config[attribute]:
+                del config[attribute]  # 0: none
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     rows = len(tokens) if isinstance(tokens, list) else file.tensor("token_embd.weight").shape[0]
     config.setdefault("vocab_size", rows)
     config.setdefault("num_key_value_heads", config["num_attention_heads"])
+    if family.pattern and family.model_type != "gemma2":
+        config.setdefault("sliding_window", None)
     if not config.get("sliding_window", 1):
         if family.model_type == "gemma2":  # every other layer would attend to nothing
             _unsupported(file, "a window of one token or more", f"{arch}.attention.sliding_window 0")
@@ -243,7 +336,7 @@ def configuration(file: GgufFile) -> dict[str, Any]:
     config["rope_parameters"] = _rope(file, meta, family)
     if family.partial:
         config["rope_parameters"]["partial_rotary_factor"] = rotated / width
-    config |= {name: f"blk.0.{tensor}.bias" in file.tensors for name, tensor in family.biases.items()}
+    config |= {name: f"blk.0.{tensor}" in file.tensors for name, tensor in family.told.items()}
     _special(file, family, config, meta)
     config |= _special_tokens(file, config["vocab_size"])
     if meta.get("attention.causal") not in (None, True):
@@ -253,7 +346,6 @@ def configuration(file: GgufFile) -> dict[str, Any]:
             _unsupported(file, "experts without groups", f"{key} {meta.number(key)}")
     own = {
         "expert_weights_norm": config.get("norm_topk_prob", True),
-        "attention.sliding_window_pattern": {"gemma2": 2, "gemma3_text": 6}.get(family.model_type),
         **dict.fromkeys(("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"), width),
         "embedding_length_out": config["hidden_size"],
         _RMS_NORM: config.get(family.attributes.get(_LAYER_NORM, "")),  # converters write both
@@ -335,8 +427,9 @@ def _rope(file: GgufFile, meta: ArchMetadata, family: Family) -> dict[str, Any]:
         _unsupported(file, "rotary positions of type none, linear or yarn", shown(kind))
     if "rope_freqs.weight" in file.tensors:
         rope = _llama3(file, rope)
-    if family.model_type == "gemma3_text":  # sliding layers use 10,000 in every model, without scaling
-        sliding = float(meta.number("rope.freq_base_swa", 10000.0, least=1, most=1e12))
+    if family.model_type in ("gemma3_text", "gemma3n_text", "olmo3"):  # sliding layers are not scaled
+        usual = theta if family.model_type == "olmo3" else 10000.0
+        sliding = float(meta.number("rope.freq_base_swa", usual, least=1, most=1e12))
         return {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": sliding}}
     return rope
 
@@ -346,7 +439,7 @@ def _llama3(file: GgufFile, rope: dict[str, Any]) -> dict[str, Any]:
     tensor = file.tensor("rope_freqs.weight")
     divisors = file.read_rows(tensor.name, 0, 1).view(torch.float32)[0] if tensor.type.name == "F32" else None
     if divisors is not None and rope["rope_type"] == "default" and len(tensor.shape) == 1:
-        for factor in (8.0, 32.0):
+        for factor in (8.0, 16.0, 32.0):
             known = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
             known |= {"original_max_position_embeddings": 8192}
             if divisors.allclose(llama3_divisors(len(divisors), rope["rope_theta"], known), rtol=1e-4):
@@ -361,19 +454,41 @@ def llama3_divisors(pairs: int, theta: float, rule: Mapping[str, Any]) -> torch.
     turns = rule["original_max_position_embeddings"] * theta ** -(torch.arange(pairs) / pairs) / (2 * math.pi)
     low, high = rule["low_freq_factor"], rule["high_freq_factor"]
     smooth = ((turns - low) / (high - low)).clamp(0, 1)
-    return 1 / ((1 - smooth) / rule["factor"] + smooth)
+    divisors: torch.Tensor = 1 / ((1 - smooth) / rule["factor"] + smooth)
+    return divisors
 
 
 def _special(file: GgufFile, family: Family, config: dict[str, Any], meta: ArchMetadata) -> None:
+    blocks = config["num_hidden_layers"]
     if family.model_type in ("gemma2", "gemma3_text"):
         # llama.cpp scales queries by the width of heads, except in the 27B models
-        big = (config["num_hidden_layers"], family.model_type) in ((46, "gemma2"), (62, "gemma3_text"))
+        big = (blocks, family.model_type) in ((46, "gemma2"), (62, "gemma3_text"))
         config["query_pre_attn_scalar"] = (
             config["hidden_size"] // config["num_attention_heads"] if big else config["head_dim"]
         )
-    if family.model_type == "gemma3_text" and not config.get("sliding_window"):  # all layers have full attention
-        config.pop("sliding_window", None)
-        config["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
+    if family.pattern:
+        slides = [(i + 1) % family.pattern != 0 for i in range(blocks)]
+        said = meta.get("attention.sliding_window_pattern")
+        if isinstance(said, list) and {*map(type, said)} == {bool} and len(said) == blocks:
+            slides = said
+        elif said not in (None, family.pattern):
+            _unsupported(file, f"sliding_window_pattern {family.pattern}, or one of {blocks} layers", shown(said))
+        slides = [bool(one and config.get("sliding_window", 1)) for one in slides]
+        config["layer_types"] = ["sliding_attention" if one else "full_attention" for one in slides]
+        if family.arch in ("gemma3", "gemma3n") and not config["sliding_window"]:
+            del config["sliding_window"]  # transformers makes a mask with it that no layer uses
+    if family.arch == "gemma3n":
+        scales = meta.get("activation_sparsity_scale")
+        if not isinstance(scales, list) or {*map(type, scales)} != {float} or len(scales) != blocks:
+            _unsupported(file, f"activation_sparsity_scale of {blocks} layers", shown(scales))
+        shares = torch.special.ndtr(torch.tensor(scales, dtype=torch.float64))  # standard deviations -> shares of zeros
+        config["activation_sparsity_pattern"] = [round(share, 5) for share in shares.tolist()]
+        config["laurel_rank"] = file.tensor("blk.0.laurel_l.weight").rows
+        config["vocab_size_per_layer_input"] = file.tensor("per_layer_token_embd.weight").rows
+    if family.model_type == "olmo" and not math.isclose(config.pop("layer_norm_eps"), 1e-5, rel_tol=1e-3):
+        _unsupported(file, "norms with an epsilon of 1e-5", "another")
+    if "attention.scale" in family.keys:
+        config.setdefault(family.keys["attention.scale"], config["head_dim"] ** -0.5)
     if family.model_type == "gemma2":
         for name, cap in (("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)):
             config[name] = config.get(name, cap) or None  # 0: none

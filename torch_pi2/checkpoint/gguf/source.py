@@ -13,7 +13,7 @@ import torch
 from torch_pi2.base.package import missing_package
 from torch_pi2.base.reading import Closing
 from torch_pi2.base.tensorfile import Spec
-from torch_pi2.checkpoint.gguf.families import Family, arch_number, family_of, rows_in_file
+from torch_pi2.checkpoint.gguf.families import ArchMetadata, Family, arch_number, family_of, rows_in_file
 from torch_pi2.checkpoint.stored import Packed
 from torch_pi2.errors import ArtifactError, NonFiniteError
 from torch_pi2.formats import ROWS
@@ -64,6 +64,13 @@ def tensor_names(family: Family, blocks: int) -> Any:
     return gguf.get_tensor_name_map(arch, blocks)
 
 
+def gguf_name(names: Any, family: Family, module: str) -> str | None:
+    """A module's name in the file, by :func:`tensor_names`."""
+    others = (module.replace(ours, theirs) for ours, theirs in family.names.items())
+    found: str | None = next(filter(None, map(names.get_name, (module, *others))), None)
+    return found
+
+
 def stack_name(block: int, role: str) -> str:
     """The tensor that stacks one matrix of all experts of a block."""
     return f"blk.{block}.ffn_{role}_exps.weight"
@@ -85,9 +92,10 @@ class GgufCheckpoint(Closing):
         with self.opening():
             self.family = family_of(self.file)
             self.about, self.by_neuron = self.family.model_type, self.family.by_neuron
-            activation = self.family.fixed.get("hidden_act", self.family.fixed.get("hidden_activation"))
-            experts = any("_exps." in name for name in self.file.tensors)
-            self.zeros = experts or activation not in ("silu", "gelu_pytorch_tanh")
+            said = self.file.metadata.get(f"{self.family.arch}.hidden_act")
+            activation = said or self.family.fixed.get("hidden_act", self.family.fixed.get("hidden_activation"))
+            exact = self.family.arch == "gemma3n" or any("_exps." in one for one in self.file.tensors)
+            self.zeros = exact or activation not in ("silu", "gelu_pytorch_tanh", "gelu_new")
             blocks = arch_number(self.file, self.family, "block_count")
             self._names = tensor_names(self.family, min(blocks, len(self.file.tensors)))
             self.used = {"rope_freqs.weight"}  # which the configuration is read from
@@ -113,7 +121,16 @@ class GgufCheckpoint(Closing):
             first = expert * tensor.shape[1]
             return tensor, first, first + tensor.shape[1]
         base, dot, suffix = name.rpartition(".")
-        known = self._names.get_name(base) if suffix in ("weight", "bias") else None
+        module, _, number = base.rpartition(".")
+        if number.isdigit() and (known := self._names.get_name(module)):  # one matrix of a stack
+            tensor = self.file.tensors.get(f"{known}.{suffix}")
+            if tensor is None or int(number) >= tensor.shape[0]:
+                return None
+            return tensor, int(number) * tensor.shape[1], (int(number) + 1) * tensor.shape[1]
+        if known := self._names.get_name(name):  # no weight of a module
+            tensor = self.file.tensors.get(f"{known}.weight", self.file.tensors.get(known))
+            return None if tensor is None else (tensor, 0, tensor.rows)
+        known = gguf_name(self._names, self.family, base) if suffix in ("weight", "bias") else None
         if known and self.family.by_neuron and known.endswith("ffn_down"):
             known += "_t"
         tensor = self.file.tensors.get(f"{known}{dot}{suffix}") if known else None
@@ -208,8 +225,12 @@ class GgufCheckpoint(Closing):
         self._tensor(name)
 
     def unused(self) -> list[str]:
-        """Tensors that were not read."""
-        return sorted(set(self.file.tensors) - self.used - set(self.predictors()))
+        """Tensors that were not read, but for keys and values of layers that take those of earlier ones."""
+        blocks = arch_number(self.file, self.family, "block_count")
+        shared = ArchMetadata(self.file, self.family.arch).number("attention.shared_kv_layers", 0)
+        own = range(blocks - shared, blocks)
+        late = {f"blk.{block}.attn_{part}.weight" for block in own for part in ("k", "v", "k_norm")}
+        return sorted(set(self.file.tensors) - self.used - set(self.predictors()) - late)
 
     def predictor(self, block: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A block's predictor, float32 ``[r, H]`` and ``[I, r]``. Raises ArtifactError: a matrix is missing."""
@@ -246,7 +267,8 @@ def _values(rows: torch.Tensor, tensor: GgufTensor) -> torch.Tensor:
     if name in _FLOATS:
         return _check_finite(rows.view(_FLOATS[name]), tensor.name)
     if (own := own_format(name)) is not None:
-        return torch.ops.pi2.dequantize(own_rows(rows, tensor.type), own, tensor.columns, torch.float32)
+        values: torch.Tensor = torch.ops.pi2.dequantize(own_rows(rows, tensor.type), own, tensor.columns, torch.float32)
+        return values
     gguf = gguf_package()
     try:
         made = gguf.quants.dequantize(rows.numpy(), gguf.GGMLQuantizationType[name])
