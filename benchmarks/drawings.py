@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.tables import read
 from torch_pi2.base.files import atomic_write
-from torch_pi2.base.package import missing_package
+from torch_pi2.base.package import needed
 from torch_pi2.errors import ArtifactError
 
 RESULTS = Path(__file__).parent / "results"
@@ -151,11 +151,9 @@ def draw(target: str | Path, results: str | Path = RESULTS) -> list[Path]:
 
 
 def _svg(drawing: Drawing, machine: Mapping[str, Any]) -> str:
-    try:
+    with needed("matplotlib", "bench"):
         import matplotlib as mpl
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise missing_package("matplotlib", "bench", error) from error
     ink, soft, text = _LIGHT["ink"], _LIGHT["soft"], io.StringIO()
     # text stays text, and the same results make the same file
     looks: dict[str, Any] = {"svg.fonttype": "none", "svg.hashsalt": "pi2", "font.size": 11, "text.color": ink}

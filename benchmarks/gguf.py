@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.words import END, END_ID, MERGES
-from torch_pi2.base.package import missing_package
+from torch_pi2.base.package import needed
 from torch_pi2.errors import ArtifactError, ConfigError, UnsupportedModelError
 
 #: Hugging Face model types and llama.cpp's name for the same computation.
@@ -83,10 +83,8 @@ def write_gguf(path: str | Path, config: Any, *, seed: int = 0, tokens: Sequence
             is there.
     """
     path = Path(path)
-    try:
+    with needed("gguf", "bench"):
         import gguf
-    except ImportError as error:
-        raise missing_package("gguf", "bench", error) from error
     if config.model_type not in _ARCHITECTURES:
         raise UnsupportedModelError(
             f"model type {config.model_type}",

@@ -22,7 +22,7 @@ from benchmarks.gguf import write_gguf
 from benchmarks.peer import Peer
 from benchmarks.subject import WORK
 from benchmarks.tables import Result, Table, at, named, ranged
-from torch_pi2.base.package import missing_package
+from torch_pi2.base.package import needed
 from torch_pi2.cli import common
 from torch_pi2.errors import ConfigError
 from torch_pi2.store.synthetic import build_config
@@ -87,10 +87,8 @@ def _quantised(base: Path, name: str, threads: int) -> Path:
     file = base.with_name(f"{base.name.removesuffix('.q4_0.gguf')}.{name}.gguf")
     if file.exists():
         return file
-    try:
+    with needed("llama-cpp-python", "bench"):
         import llama_cpp
-    except ImportError as error:
-        raise missing_package("llama-cpp-python", "bench", error) from error
     how = llama_cpp.llama_model_quantize_default_params()
     how.ftype, how.nthread, how.allow_requantize = TYPES[name], threads, True
     temporary = file.with_name(f".{file.name}.partial")

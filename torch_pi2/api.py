@@ -9,7 +9,6 @@ Each has a CLI verb of the same name.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
@@ -23,6 +22,7 @@ from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.fields import checked
 from torch_pi2.base.memory import is_mapped
 from torch_pi2.base.modules import evaluating, fresh_settings
+from torch_pi2.base.progress import log
 from torch_pi2.decode import hf_generate
 from torch_pi2.decode.plan_controller import follow
 from torch_pi2.errors import CalibrationError, DtypeError, StaleArtifactError, check_choice
@@ -54,8 +54,6 @@ from torch_pi2.types.method import LOSSY, PREDICTED, Method
 from torch_pi2.types.plan import Plan, lossy_methods, weights_hash
 from torch_pi2.types.site import FFNSite
 from torch_pi2.types.stats import ActivationStats, LayerStats
-
-_log = logging.getLogger("torch_pi2")
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -147,7 +145,7 @@ def _warn_of_few(stats: ActivationStats) -> None:
     few = [layer for layer in experts if layer.borrowed]
     if few:
         least = min(few, key=lambda layer: layer.tokens - layer.borrowed)
-        _log.warning(
+        log.warning(
             "%d of %d experts were routed fewer than %d calibration tokens (%s: %d): they are also measured on tokens "
             "of their block that went to other experts; calibrate on more text",
             len(few),
@@ -163,7 +161,7 @@ def _warn_of_other_windows(stats: ActivationStats, data: list[Batch]) -> None:
     first = set().union(*map(first_ids, data))
     now, then = first.pop() if len(first) == 1 else None, stats.made_by.get("opening")
     if now != then and not stats.made_by.get("watched"):
-        _log.warning(
+        log.warning(
             "the statistics were measured on sequences that %s, and this text's %s: what a model does without its BOS "
             "token differs; profile again",
             *("begin with different tokens" if first is None else f"begin with token {first}" for first in (then, now)),
@@ -246,7 +244,7 @@ def _fit(
     share = 1.0 if work else _FIT_BYTES / max(1, samples_bytes(model, fitted, _FIT_TOKENS))
     n_tokens = max(1024, int(min(1.0, share) * _FIT_TOKENS))
     if n_tokens < _FIT_TOKENS:
-        _log.warning("predictors are fitted to %d tokens instead of %d, to bound memory", n_tokens, _FIT_TOKENS)
+        log.warning("predictors are fitted to %d tokens instead of %d, to bound memory", n_tokens, _FIT_TOKENS)
     if config.method in LAYER_FITS:
         settings = FitSettings(**vars(config), n_tokens=min(n_tokens, _LAYER_TOKENS))
         return fit_layers(model, data, sites, stats, settings, cold=cold, work=work, progress=progress)
@@ -390,7 +388,7 @@ def _optimize(
     least = MIN_TOKENS if measured else 1
     data = None if calibration is None else calibration_batches(model, calibration, tokenizer, config, least)
     if data and not measured and 0 < sum(batch.n_tokens for batch in data) < MIN_TOKENS:
-        _log.warning("fewer than %d tokens tell nothing of how often neurons fire: their order is kept", MIN_TOKENS)
+        log.warning("fewer than %d tokens tell nothing of how often neurons fire: their order is kept", MIN_TOKENS)
         _optimize_without_data(model, config, progress, data)
         return
     found, strategies = replaceable(model, _search(model, data))
@@ -426,9 +424,9 @@ def _say_lossy(parts: SparseState, config: Config) -> None:
         "what that does to the loss was not measured" if change is None else f"loss {change:+.2%} on held-out data",
     )
     if config.method == "auto":
-        _log.warning("method 'auto' chose what is %s; method='exact' is lossless", line)
+        log.warning("method 'auto' chose what is %s; method='exact' is lossless", line)
     else:
-        _log.info(line)
+        log.info(line)
 
 
 def _machine(hardware: Any, has_data: bool) -> Hardware:
@@ -451,11 +449,11 @@ def _can_fit(model: nn.Module, data: list[Batch] | None) -> bool:
         with evaluating(model):
             causal_lm_loss(model, data[0])
     except CalibrationError:
-        _log.warning("%s gives no next-token logits: no predictors are fitted to it", type(model).__name__)
+        log.warning("%s gives no next-token logits: no predictors are fitted to it", type(model).__name__)
         return False
     sequences = len(rows_of(data))
     if sequences < MIN_SEQUENCES:
-        _log.warning("%d sequences are too few to fit predictors to (%d): none are", sequences, MIN_SEQUENCES)
+        log.warning("%d sequences are too few to fit predictors to (%d): none are", sequences, MIN_SEQUENCES)
         return False
     return True
 
@@ -468,7 +466,7 @@ def _optimize_without_data(model: Model, config: Config, progress: bool, data: l
     smooth = sorted(set(no_zeros.values()))
     if config.method == "auto" and 0 < len(no_zeros) < len(sites):
         left = {key: f"{name} has no exact zeros, and there is no calibration" for key, name in no_zeros.items()}
-        _log.warning("left dense: %s", named(left))
+        log.warning("left dense: %s", named(left))
         found.left.update(left)
         if config.weights == FLOAT:  # else they are quantised, all neurons of them
             sites = [site for site in sites if site.key not in no_zeros]

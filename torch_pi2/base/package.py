@@ -33,11 +33,14 @@ def how_to_install(*extras: str) -> str:
     return f"pip install {shlex.join(wanted)}"
 
 
-def missing_package(name: str, extra: str, error: ImportError, expected: str = "") -> LibraryMissingError:
-    """For a package of ``extra`` that could not be imported. ``expected``: its purpose."""
-    return LibraryMissingError(
-        name, expected=expected or f"an installed {name}", found=str(error), fix=how_to_install(extra)
-    )
+@contextmanager
+def needed(name: str, extra: str, purpose: str = "") -> Iterator[None]:
+    """Raises LibraryMissingError: the block cannot import ``name``, a package of ``extra``; ``purpose``: what for."""
+    try:
+        yield
+    except ImportError as error:
+        expected, fix = purpose or f"an installed {name}", how_to_install(extra)
+        raise LibraryMissingError(name, expected=expected, found=str(error), fix=fix) from error
 
 
 __version__ = "0.1.0"

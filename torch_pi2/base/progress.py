@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+#: The library's messages; those of progress have a logger of their own.
+log = logging.getLogger("torch_pi2")
 LOGGER = "torch_pi2.progress"
 _log = logging.getLogger(LOGGER)
 
@@ -57,7 +59,7 @@ def log_once(message: str) -> bool:
     if message in _said:
         return False
     _said.add(message)
-    logging.getLogger("torch_pi2").warning(message)
+    log.warning(message)
     return True
 
 

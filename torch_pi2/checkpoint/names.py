@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import re
 from bisect import bisect_right
 from collections.abc import Mapping
@@ -14,11 +13,10 @@ import torch
 from torch import nn
 
 from torch_pi2.base.fields import Field
+from torch_pi2.base.progress import log
 from torch_pi2.base.tensorfile import Spec
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.store.source import Checkpoint
-
-_log = logging.getLogger("torch_pi2")
 
 #: Operations that put whole tensors one after the other, by class and axis.
 _IN_ORDER = ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)], [("Concatenate", 0)])
@@ -51,7 +49,7 @@ def follow(model: nn.Module, checkpoint: Checkpoint) -> None:
             gathered.setdefault(name, (by_pattern[pattern], {}))[1].setdefault(pattern, []).append(own)
     if unused:
         more = f" and {len(unused) - 1} more tensors" if len(unused) > 1 else ""
-        _log.warning("%s: %s%s left out, which %s has not", checkpoint.folder, unused[0], more, type(model).__name__)
+        log.warning("%s: %s%s left out, which %s has not", checkpoint.folder, unused[0], more, type(model).__name__)
     last: dict[str, torch.Tensor] = {}
     for first, (converter, parts) in gathered.items():
         if not any(checkpoint.is_packed(own) for names in parts.values() for own in names):

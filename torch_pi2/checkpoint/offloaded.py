@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import nn
 
 from torch_pi2.base.dtypes import DTYPES
 from torch_pi2.base.memory import give_back_freed_memory
+from torch_pi2.base.progress import log
 from torch_pi2.checkpoint.sparse import DEFAULT_CONTEXT, LoadSettings, load_sparse, weights_of
 from torch_pi2.decode.budget import divide_budget
 from torch_pi2.distributed.group import of_each
@@ -36,8 +36,6 @@ from torch_pi2.types.method import Method
 from torch_pi2.types.offload import Budget, OffloadConfig
 from torch_pi2.types.plan import LayerPlan, Plan
 from torch_pi2.types.shard import GroupConfig, Shard
-
-_log = logging.getLogger("torch_pi2")
 
 #: More than any budget.
 _ALL = 1 << 62
@@ -178,7 +176,7 @@ def _check_lossy(plan: Plan, offload: OffloadConfig) -> None:
             expected, found = "engine io_uring, pread or auto", "mmap, where only the system knows what is in memory"
         if expected:
             raise ConfigError(f"OffloadConfig.{setting}", expected=expected, found=found, fix=fix)
-        _log.warning(
+        log.warning(
             "lossy: %d %s leave out what matters least of what is not in memory (OffloadConfig.%s=%g); "
             "torch-pi2 eval measures what that costs",
             *(layers, those, setting, value),
@@ -202,7 +200,7 @@ def _route_early(model: nn.Module) -> None:
                 experts.announce(router, before)
         before = experts
     if unknown:
-        _log.warning(
+        log.warning(
             "OffloadConfig(lookahead=True): no early routing of %s: expected a router that is one linear layer with a "
             "top k of its scores, found another. Their experts are read when they are reached.",
             ", ".join(unknown),

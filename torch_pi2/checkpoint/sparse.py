@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch_pi2.base.dtypes import DTYPES, check_computed, format_name
 from torch_pi2.base.fields import argument
 from torch_pi2.base.memory import new_tensor, trim
 from torch_pi2.base.offloaded import OffloadedParameter
-from torch_pi2.base.progress import bar
+from torch_pi2.base.progress import bar, log
 from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.base.units import parse_bytes
 from torch_pi2.checkpoint.stored import bound_plan
@@ -38,8 +37,6 @@ from torch_pi2.store.weights import WEIGHTS_FILE, QuantizedWeights, metadata, ne
 from torch_pi2.types.offload import OffloadConfig
 from torch_pi2.types.plan import LayerPlan, Plan
 from torch_pi2.types.shard import GroupConfig
-
-_log = logging.getLogger("torch_pi2")
 
 _BIASES = ("bias_gate", "bias_up", "bias_down")
 
@@ -184,7 +181,7 @@ def save_weights(model: nn.Module, plan: Plan, folder: Path) -> Plan:
             fix="Move the FFN into a module of its own, or save the float model.",
         )
     if dense:
-        _log.warning("left dense in the folder, as floats: %s", named(dense))
+        log.warning("left dense in the folder, as floats: %s", named(dense))
     for layer in layers:
         tensors[f"{layer.site.key}.bundles"] = layer.neuron_rows.view(torch.uint8)
         biases = {name: getattr(layer, name) for name in _BIASES}

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_pi2.base.package import missing_package
+from torch_pi2.base.package import needed
 from torch_pi2.base.progress import phase
 from torch_pi2.base.reading import parse, read_bytes
 from torch_pi2.cli import common
@@ -37,10 +37,8 @@ _LESS = {
 @contextmanager
 def _loading(args: argparse.Namespace, part: str, expected: str) -> Iterator[None]:
     """Turn errors of transformers (wrong names, broken files, missing consent) into a Pi2Error."""
-    try:
+    with needed("transformers", "hf"):
         from transformers.utils import logging
-    except ImportError as error:
-        raise missing_package("transformers", "hf", error) from error
     from torch_pi2.decode.budget import LESS
     from torch_pi2.store.trust import is_failure
 

@@ -49,14 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    try:
+    from torch_pi2.base.package import needed
+
+    with needed("fastapi, uvicorn and prometheus-client", "serve"):
         import uvicorn  # noqa: F401
 
         import torch_pi2.serve.app  # noqa: F401
-    except ImportError as error:
-        from torch_pi2.base.package import missing_package
-
-        raise missing_package("fastapi, uvicorn and prometheus-client", "serve", error) from error
     from torch_pi2.base.units import parse_bytes
 
     for name, value in (("budget", args.budget), ("prefix-cache", args.prefix_cache)):

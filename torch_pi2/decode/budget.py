@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from torch import nn
 
 from torch_pi2.base.fields import checked
 from torch_pi2.base.memory import give_back_freed_memory
+from torch_pi2.base.progress import log
 from torch_pi2.base.units import mebibytes, parse_bytes
 from torch_pi2.errors import ConfigError
 from torch_pi2.graph.routed import chosen_shares
@@ -28,8 +28,6 @@ from torch_pi2.store.superblock import SECTOR, LayerEntry
 from torch_pi2.types.method import PREDICTED
 from torch_pi2.types.offload import PIECE_TOKENS, SLOT_BYTES, Budget, OffloadConfig
 from torch_pi2.types.plan import LayerPlan, Plan
-
-_log = logging.getLogger("torch_pi2")
 
 #: Bookkeeping of a neuron: its order twice (int64) and in the plan (int32), pointer, key and checksum.
 _NEURON_BYTES = 2 * 8 + 4 + 8 + 4 + 4
@@ -204,7 +202,7 @@ def divide_budget(
 
 def _warn_below_cliff(budget: Budget, folder: Path) -> None:
     cache, token, enough = mebibytes(budget.cache), mebibytes(budget.token), mebibytes(budget.cliff, up=True)
-    _log.warning(
+    log.warning(
         "%s: the cache of %s holds less than the %s of neurons that a token wants on average; much of it comes from "
         "flash for each token. From a budget of %s on it would not.",
         *(folder, cache, token, enough),

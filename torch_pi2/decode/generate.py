@@ -6,7 +6,6 @@ each step reads the weights once for all sequences. As sequences end, the batch 
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
@@ -18,14 +17,13 @@ from torch import nn
 
 from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.fields import argument, checked
+from torch_pi2.base.progress import log
 from torch_pi2.decode.decoder import Decoder, check_vocabulary
 from torch_pi2.decode.hf_generate import decoder_for, pool_of
 from torch_pi2.decode.sequence import GeneratedSequence, Sampling, decode_loop, end_tokens, pick
 from torch_pi2.decode.speculate import MOST_DRAFTED, Assistant, Drafts, Pace, PromptLookup, speculate
 from torch_pi2.errors import ConfigError, ShapeError
 from torch_pi2.store.trust import tokenizer_of
-
-_log = logging.getLogger("torch_pi2")
 
 #: Default number of tokens that an assistant drafts.
 _DRAFTED = 4
@@ -242,12 +240,12 @@ def ignored_settings(model: nn.Module) -> list[str]:
 
 def _warn(model: nn.Module, tokens: int, sampled: bool) -> None:
     if asked := ignored_settings(model):
-        _log.warning("generate: the model's generation configuration has %s, which is not applied", ", ".join(asked))
+        log.warning("generate: the model's generation configuration has %s, which is not applied", ", ".join(asked))
     made_for = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if isinstance(made_for, int) and tokens > made_for:
-        _log.warning("generate: %d tokens with the prompt, where the model was made for %d", tokens, made_for)
+        log.warning("generate: %d tokens with the prompt, where the model was made for %d", tokens, made_for)
     if not sampled:
-        _log.warning("generate: temperature, top_k and top_p change nothing without do_sample=True")
+        log.warning("generate: temperature, top_k and top_p change nothing without do_sample=True")
 
 
 def _check(input_ids: torch.Tensor, sequences: int, max_new_tokens: int) -> None:

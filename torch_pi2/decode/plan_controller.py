@@ -8,7 +8,6 @@ the background.
 
 from __future__ import annotations
 
-import logging
 import threading
 import weakref
 from collections.abc import Sequence
@@ -19,14 +18,13 @@ from torch import nn
 
 from torch_pi2.base.fields import checked
 from torch_pi2.base.modules import fresh_settings
+from torch_pi2.base.progress import log
 from torch_pi2.errors import ConfigError, ShapeError
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.layers.offloaded import OffloadedFFN, Store
 from torch_pi2.rewrite.state import ModelState
 from torch_pi2.types.plan import Bucket, HardwarePlan, Plan
-
-_log = logging.getLogger("torch_pi2")
 
 
 @checked
@@ -155,7 +153,7 @@ class PlanController:
         planned = self.plan.bucket(1).cache_bytes
         actual = planned if store.budget is None else store.budget.cache
         if actual < 0.99 * planned:  # a smaller difference comes from rounding to slots
-            _log.warning(
+            log.warning(
                 "the plan has a cache of %.1f MiB, the model's budget one of %.1f MiB: fewer neurons than planned stay "
                 "in memory. Load it with the plan's budget, or plan for this one.",
                 planned / 2**20,

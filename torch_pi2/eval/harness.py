@@ -11,7 +11,7 @@ from torch import nn
 
 from torch_pi2.base.fields import checked
 from torch_pi2.base.modules import evaluating
-from torch_pi2.base.package import missing_package
+from torch_pi2.base.package import needed
 from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.layers.prompt import sparse_only
 from torch_pi2.rewrite.state import leaves_out
@@ -42,11 +42,9 @@ def harness(
             found="OffloadConfig.miss_margin or drop_experts, which only apply to decoding",
             fix="Use bits_per_byte, which gives it one token at a time.",
         )
-    try:
+    with needed("lm_eval", "eval"):
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
-    except ImportError as error:
-        raise missing_package("lm_eval", "eval", error) from error
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -14,6 +13,7 @@ from torch import nn
 
 from torch_pi2.base.fields import argument, checked
 from torch_pi2.base.files import atomic_write, replacing_folder
+from torch_pi2.base.progress import log
 from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.decode.generate import ignored_settings
 from torch_pi2.errors import UnsupportedModelError
@@ -30,8 +30,6 @@ from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.of_model import SparseLayer
 from torch_pi2.ops.activations import check_plain
 from torch_pi2.rewrite.state import get_state
-
-_log = logging.getLogger("torch_pi2")
 
 
 @checked
@@ -197,7 +195,7 @@ def _save_small(model: nn.Module, tokenizer: Any, staging: Path) -> None:
     if generation is not None:
         generation.to_json_file(staging / "generation_config.json")
         if ignored := [name for name in ignored_settings(model) if name != "repetition_penalty"]:
-            _log.warning("export: generation_config.json has %s, which bundles do not apply", ", ".join(ignored))
+            log.warning("export: generation_config.json has %s, which bundles do not apply", ", ".join(ignored))
     if tokenizer is None:
         return
     if not hasattr(tokenizer, "save_pretrained"):

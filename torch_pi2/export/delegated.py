@@ -27,7 +27,7 @@ from torch import nn
 
 from torch_pi2.base.fields import argument
 from torch_pi2.base.offloaded import OffloadedParameter
-from torch_pi2.base.package import missing_package
+from torch_pi2.base.package import needed
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.export.hot import rows_of
 from torch_pi2.layers.experts import SparseExperts
@@ -252,13 +252,10 @@ def prepare_rest(model: nn.Module, linears: str) -> None:
 
 
 def _quantize(model: nn.Module, linears: str) -> None:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            from torchao.quantization import Int8DynamicActivationIntxWeightConfig, quantize_
-            from torchao.quantization.granularity import PerAxis, PerGroup
-    except ImportError as error:
-        raise missing_package("torchao", "export", error, "it, to quantise linear layers") from error
+    with needed("torchao", "export", "it, to quantise linear layers"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torchao.quantization import Int8DynamicActivationIntxWeightConfig, quantize_
+        from torchao.quantization.granularity import PerAxis, PerGroup
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     for module in model.modules():
         if isinstance(module, nn.Linear) and id(module.weight) in tables:  # tied: the table stays as it is

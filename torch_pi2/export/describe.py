@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.base.package import __version__, missing_package
+from torch_pi2.base.package import __version__, needed
 from torch_pi2.decode.budget import engine_bytes, scratch_bytes, wanted_neurons
 from torch_pi2.decode.sequence import end_tokens
 from torch_pi2.errors import ArtifactError
@@ -192,10 +192,8 @@ def describe_program(path: str | Path) -> dict[str, Any]:
     Raises:
         LibraryMissingError: ExecuTorch is not installed. ArtifactError: the file is missing, cut, or no program.
     """
-    try:
+    with needed("executorch", "export", "it, to read a .pte"):
         from executorch.exir._serialize import _program as reader
-    except ImportError as error:
-        raise missing_package("executorch", "export", error, "it, to read a .pte") from error
     path = Path(path)
     try:
         with path.open("rb") as file:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,14 +14,13 @@ import torch
 
 from torch_pi2.base.fields import Field, argument, checked
 from torch_pi2.base.files import check_not_standard_output
+from torch_pi2.base.progress import log
 from torch_pi2.base.units import parse_bytes
 from torch_pi2.decode.sequence import GeneratedSequence, TextStream, decode_loop
 from torch_pi2.errors import ArtifactError, ConfigError, DtypeError, NonFiniteError, Pi2Error, ShapeError, VersionError
 from torch_pi2.export import executorch as backend
 from torch_pi2.export.manifest import PROGRAM_FILE, STORE_FILE, Manifest
 from torch_pi2.export.text import SamplingKeywords, SamplingSettings, defaults_of, encode, load_tokenizer
-
-_log = logging.getLogger("torch_pi2")
 
 #: ``stream(sequence, token, text)``: index of the sequence, its new token, and newly complete text.
 Stream = Callable[[int, int, str], None]
@@ -408,7 +406,7 @@ def _cache_kib(manifest: Manifest, folder: Path, budget: int) -> int:
             f"{budget / 2**20:.0f} MiB",
         )
     if cache < min(manifest.token_bytes, manifest.ffn_bytes):
-        _log.warning(
+        log.warning(
             "%s: the cache of %.1f MiB holds less than the %.1f MiB of neurons that a token wants on average; much of "
             "it comes from flash for each token.",
             *(folder, cache / 2**20, manifest.token_bytes / 2**20),

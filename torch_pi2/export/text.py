@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import sys
 from ast import literal_eval
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,14 +17,13 @@ import torch
 from torch_pi2.base.fields import argument, check_fields, limited
 from torch_pi2.base.files import atomic_write
 from torch_pi2.base.package import how_to_install
+from torch_pi2.base.progress import log
 from torch_pi2.base.reading import parse, read_bytes
 from torch_pi2.errors import ArtifactError, ConfigError, LibraryMissingError
 
 CHAT_FILE = "chat.json"
 FORMAT = "torch_pi2.chat"
 VERSION = 3  # in 2 there were no earlier answers
-
-_log = logging.getLogger("torch_pi2")
 
 #: Limits of a template: lines executed, and characters written.
 MOST_STEPS = 1_000_000
@@ -188,7 +186,7 @@ def write_chat(tokenizer: Any, folder: Path) -> bool:
     description = describe_template(tokenizer)
     if description is None:
         if getattr(tokenizer, "chat_template", None) is not None:
-            _log.warning(
+            log.warning(
                 "%s is left out: what the chat template writes depends on the messages in other ways than stripping "
                 "them. The C++ runner has no --chat with this bundle; torch-pi2 run has.",
                 CHAT_FILE,

@@ -15,7 +15,6 @@ Three disjoint sets of sequences are used: to fit, to set thresholds, and to mea
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from torch import nn
 
 from torch_pi2.base.memory import let_go
 from torch_pi2.base.modules import fresh_settings
-from torch_pi2.base.progress import bar
+from torch_pi2.base.progress import bar, log
 from torch_pi2.errors import CalibrationError, check_made_from
 from torch_pi2.fitting.loss import LossFn, causal_lm_loss, mean_loss
 from torch_pi2.fitting.resume import Losses, PredictorCache, PredictorFiles, work_folder
@@ -45,8 +44,6 @@ from torch_pi2.types.method import Method
 from torch_pi2.types.plan import weights_hash
 from torch_pi2.types.site import FFNSite
 from torch_pi2.types.stats import ActivationStats
-
-_log = logging.getLogger("torch_pi2")
 
 
 def cold_neurons(stats: ActivationStats, key: str, hot_frequency: float) -> torch.Tensor:
@@ -115,7 +112,7 @@ def fit(
         least = {"fit": MIN_SAMPLES, "calibrate": 1, "evaluate": 1}
         few = [s.key for s in sites if any(len(samples[name][s.key]) < some for name, some in least.items())]
         if few:
-            _log.warning("no predictors, as too few of the tokens reach them (%d): %s", MIN_SAMPLES, ", ".join(few))
+            log.warning("no predictors, as too few of the tokens reach them (%d): %s", MIN_SAMPLES, ", ".join(few))
             sites = [s for s in sites if s.key not in few]
         layers = [
             Layer(
@@ -203,7 +200,7 @@ def _report(
         tokens=tokens,
     )
     if not report.met:
-        _log.warning(
+        log.warning(
             "predictors change the loss by %.2f %%, more than the tolerance of %.2f %%, after %d rounds: "
             "calibrate on more text or raise max_rounds",
             100 * change,

@@ -7,7 +7,6 @@ call, and uses the quantised rows for the second half.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -18,14 +17,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from torch_pi2.base.modules import evaluating
-from torch_pi2.base.progress import bar
+from torch_pi2.base.progress import bar, log
 from torch_pi2.errors import CalibrationError, UnsupportedModelError
 from torch_pi2.fitting.gptq import Moments, Solver
 from torch_pi2.graph.routed import Routed, intermediate, modules_of
 from torch_pi2.profiling.data import MIN_TOKENS, Batch
 from torch_pi2.types.site import FFNSite, FFNWeights
-
-_log = logging.getLogger("torch_pi2")
 
 #: Maximum bytes of activations; sequences beyond that are left out.
 _MOST_BYTES = 2 << 30
@@ -145,7 +142,7 @@ def _one_batch(model: nn.Module, data: Sequence[Batch], names: Collection[str]) 
     token_bytes = _AT_A_TIME * max(sizes, default=1)
     most = max(1, _MOST_BYTES // (2 * longest * token_bytes))
     if most < len(ids):
-        _log.warning("GPTQ sees %d of %d sequences, to bound memory", most, len(ids))
+        log.warning("GPTQ sees %d of %d sequences, to bound memory", most, len(ids))
         ids = ids[:: -(-len(ids) // most)]
     ids_BT = torch.cat([F.pad(row, (0, longest - row.shape[1]), value=-1) for row in ids])
     return ids_BT.clamp(min=0), ids_BT >= 0
@@ -307,4 +304,4 @@ def warn_rounded(uncalibrated: Mapping[str, str]) -> None:
     for why in dict.fromkeys(uncalibrated.values()):
         keys = [key for key, reason in uncalibrated.items() if reason == why]
         more = f" and {len(keys) - 3} others" if len(keys) > 3 else ""
-        _log.warning("rounded to nearest, not by GPTQ: %s%s (%s)", ", ".join(keys[:3]), more, why)
+        log.warning("rounded to nearest, not by GPTQ: %s%s (%s)", ", ".join(keys[:3]), more, why)

@@ -11,7 +11,6 @@ usual size of up (WINA, arXiv 2505.19427, weights the inputs of matrices likewis
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -24,7 +23,7 @@ from torch import nn
 
 from torch_pi2.base.fields import to_json
 from torch_pi2.base.memory import let_go
-from torch_pi2.base.progress import bar
+from torch_pi2.base.progress import bar, log
 from torch_pi2.errors import CalibrationError, ConfigError
 from torch_pi2.fitting.loss import causal_lm_loss, divergences, mean_loss
 from torch_pi2.graph.dispatch import PredictedMaskMode
@@ -37,8 +36,6 @@ from torch_pi2.types.config import Config
 from torch_pi2.types.method import PREDICTED
 from torch_pi2.types.site import FFNSite
 from torch_pi2.types.stats import LossCurve, LossPoint
-
-_log = logging.getLogger("torch_pi2")
 
 #: Tokens on which up is measured; minimum scale relative to the layer's mean, so that thresholds stay finite.
 _TOKENS, _LEAST = 8192, 1e-4
@@ -281,7 +278,7 @@ def choose_thresholds(
     held_out = at_most(sets["evaluate"], _EVAL_TOKENS)
     curve, share = _largest_share(scored, held_out, config, config.max_loss, progress)
     if not share:
-        _log.warning("no neuron can be skipped within max_loss=%g: thresholds are 0", config.max_loss)
+        log.warning("no neuron can be skipped within max_loss=%g: thresholds are 0", config.max_loss)
     return replace(scored.thresholds(scored.shares(share)), made_by=to_json(curve))
 
 

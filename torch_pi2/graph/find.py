@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from torch_pi2.base.dtypes import stands_for_another
 from torch_pi2.base.fields import argument, checked
 from torch_pi2.base.modules import fresh_settings, has_sparse_layers
 from torch_pi2.base.offloaded import OffloadedParameter
+from torch_pi2.base.progress import log
 from torch_pi2.errors import NoFFNFoundError, Pi2Error, UnsupportedModelError
 from torch_pi2.graph.capture import CapturedGraph, capture, example_inputs
 from torch_pi2.graph.experts import all_experts, expert_sites, without_experts
@@ -28,7 +28,6 @@ from torch_pi2.graph.skipped import not_reached, skipped_layers
 from torch_pi2.ops.activations import ACTIVATIONS, scaled
 from torch_pi2.types.site import ExpertsForm, FFNSite
 
-_log = logging.getLogger("torch_pi2")
 _FSDP = "FullyShardedDataParallel"
 
 #: id of a parameter -> all its fully-qualified names, first registered first.
@@ -156,7 +155,7 @@ def search(
     owners = {site.owner for site in sites}  # a layer may be left in one graph and found in another
     left = {name: reason for name, reason in (unknown | left | other).items() if name not in owners}
     if left and warn:
-        _log.warning("left dense: %s", named(left))
+        log.warning("left dense: %s", named(left))
     return Found(_with_unique_keys(sites), left, refused, None if on_meta else (args, kwargs or {}))
 
 

@@ -9,12 +9,10 @@ discovery. ``python -m torch_pi2.hf`` runs the transformers command line with it
 
 import importlib
 
-from torch_pi2.base.package import missing_package
+from torch_pi2.base.package import needed
 
-try:
+with needed("transformers", "hf"):
     importlib.import_module("transformers")
-except ImportError as error:
-    raise missing_package("transformers", "hf", error) from error
 
 from torch_pi2.hf.quantizer import Pi2QuantizationConfig
 from torch_pi2.hf.register import register

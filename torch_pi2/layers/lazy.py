@@ -11,7 +11,6 @@ changes could not be recorded.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +22,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 from torch_pi2.base.offloaded import is_metadata
-from torch_pi2.base.progress import log_once
+from torch_pi2.base.progress import log, log_once
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.graph.activation import computes
 from torch_pi2.graph.operations import CASTS, ELEMENTWISE, RESHAPES, is_in_place, op_name, uncast
@@ -31,8 +30,6 @@ from torch_pi2.layers.checks import result_dtype
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.sequence import only_input
 from torch_pi2.types.site import Formula
-
-_log = logging.getLogger("torch_pi2")
 
 #: Calls whose result may be a view of their first argument, or that argument itself.
 _MAY_ALIAS = (
@@ -290,7 +287,7 @@ class LazyDown:
                 self._verified.clear()
             self._verified[key] = self._check(h.note, found)
             if not self._verified[key]:
-                _log.warning("%s: its block computes another formula than planned; computed densely", self.ffn.site.key)
+                log.warning("%s: its block computes another formula than planned; computed densely", self.ffn.site.key)
         return x if self._verified[key] else None
 
     def _check(self, note: Note, found: Sequence[Leaf]) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ import torch
 
 from torch_pi2.base.fields import checked
 from torch_pi2.base.memory import trim
+from torch_pi2.base.progress import log
 from torch_pi2.errors import ArtifactError, ConfigError, OutOfMemoryError, Pi2Error, parse_core_error
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.gpu import TransferBuffer
@@ -26,8 +26,6 @@ from torch_pi2.ops.predictors import NO_PREDICTOR
 from torch_pi2.types.offload import Budget, OffloadConfig
 from torch_pi2.types.plan import LayerPlan
 from torch_pi2.types.site import FFNSite
-
-_log = logging.getLogger("torch_pi2")
 
 _NO_MEMORY = "no memory"
 #: Names of the numbers of ``torch.ops.pi2.store_stats``, in order.
@@ -243,7 +241,7 @@ class Store:
         """Log ``message``, unless one of the kind ``of`` was logged for this store before."""
         if of not in self._warned:
             self._warned.add(of)
-            _log.warning("%s: %s", self.path.parent.parent, message)
+            log.warning("%s: %s", self.path.parent.parent, message)
 
     def close(self) -> None:
         """Free memory and threads now; layers over this store raise from then on."""

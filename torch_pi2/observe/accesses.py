@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import nn
 
 from torch_pi2.base.fields import Field, argument, checked
 from torch_pi2.base.files import atomic_write, check_writable
+from torch_pi2.base.progress import log
 from torch_pi2.base.reading import parse
 from torch_pi2.base.tensorfile import packed, read_tensors
 from torch_pi2.errors import ArtifactError, ConfigError
@@ -26,8 +26,6 @@ from torch_pi2.ops import load
 from torch_pi2.rewrite.state import store_and_budget
 from torch_pi2.store.storefile import StoreReader
 from torch_pi2.store.superblock import SECTOR
-
-_log = logging.getLogger("torch_pi2")
 
 FORMAT = "torch_pi2.accesses"
 VERSION = "1"
@@ -218,7 +216,7 @@ class record_accesses(Recording):
             layers, streamed, bits, counts = torch.ops.pi2.store_recorded(store.number)
         wanted, hits, lost, whole = counts.tolist()
         if lost:
-            _log.warning(
+            log.warning(
                 "%s: %d calls were lost: they need more than %d bytes; record less, or pass a larger capacity",
                 self.path, lost, self.capacity,
             )  # fmt: skip

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 import json
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,12 +17,11 @@ import torch
 
 from torch_pi2.base.fields import argument, checked
 from torch_pi2.base.files import atomic_write, check_writable
+from torch_pi2.base.progress import log
 from torch_pi2.errors import Pi2Error
 from torch_pi2.machine import process as machine
 from torch_pi2.ops import load
 from torch_pi2.ops.constants import constants
-
-_log = logging.getLogger("torch_pi2")
 
 #: Name of each stage and of its two arguments, in the order of ``Stage`` in csrc/include/pi2/trace.h.
 STAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -129,7 +127,7 @@ class trace(Recording):
         threads = [_Thread(*row) for row in torch.ops.pi2.trace_threads().tolist()]
         self.events, self.lost = len(events_N7), sum(thread.lost for thread in threads)
         if self.lost:
-            _log.warning(
+            log.warning(
                 "%s: %d events were lost: more than %d on a thread; trace less, or pass a larger capacity",
                 self.path, self.lost, self.capacity,
             )  # fmt: skip

@@ -5,7 +5,6 @@ It uses measured frequencies alone. :mod:`torch_pi2.planner.for_machine` chooses
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torch_pi2.base.fields import argument
+from torch_pi2.base.progress import log
 from torch_pi2.errors import ConfigError
 from torch_pi2.ops import ACTIVATIONS
 from torch_pi2.ops.activations import cuts, exact_zeros
@@ -26,8 +26,6 @@ from torch_pi2.types.site import FFNSite
 if TYPE_CHECKING:
     from torch_pi2.predict import AnyPredictor
     from torch_pi2.types.stats import ActivationStats, LayerStats
-
-_log = logging.getLogger("torch_pi2")
 
 
 def gate_method(site: FFNSite) -> str:
@@ -72,7 +70,7 @@ def plan_layer(
         _check_threshold(site, all_stats, config)
     n_hot = int((frequency_I >= hot_cut(site, stats, config)).sum())
     if n_hot == site.intermediate and not (gate == Method.THRESHOLD and config.method in ("auto", Method.THRESHOLD)):
-        _log.warning("%s: every neuron fires too often to be worth choosing; it stays dense", site.key)
+        log.warning("%s: every neuron fires too often to be worth choosing; it stays dense", site.key)
         return dense
 
     active = float(frequency_I.mean())

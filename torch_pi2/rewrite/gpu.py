@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 from torch_pi2.base.fields import argument
+from torch_pi2.base.progress import log
 from torch_pi2.base.units import parse_bytes, size
 from torch_pi2.errors import OutOfMemoryError
 from torch_pi2.layers.experts import OffloadedExperts, SparseExperts
@@ -21,8 +21,6 @@ from torch_pi2.rewrite.state import ModelState, SparseState, stored_stats
 from torch_pi2.store.storefile import StoreReader
 from torch_pi2.types.plan import Plan
 from torch_pi2.types.stats import ActivationStats
-
-_log = logging.getLogger("torch_pi2")
 
 
 def checked_memory(gpu_memory: float | str) -> int:
@@ -177,7 +175,7 @@ def _planned(found: Sequence[SparseFFN | SparseExperts], plan: Plan, room_bytes:
     counts = [by_key[layer.site.key] for layer in layers]
     wanted = sum(count * neuron_bytes(layer) for layer, count in zip(layers, counts, strict=True))
     if wanted > room_bytes:
-        _log.warning(
+        log.warning(
             "the plan has neurons of %s on a GPU, gpu_memory has room for %s: those that fire most go there instead",
             size(wanted),
             size(room_bytes),

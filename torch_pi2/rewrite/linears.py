@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch_pi2.base.dtypes import stands_for_another
 from torch_pi2.base.modules import evaluating, own_forward, share_hooks
 from torch_pi2.base.offloaded import free_storage
-from torch_pi2.base.progress import bar
+from torch_pi2.base.progress import bar, log
 from torch_pi2.errors import NoFFNFoundError
 from torch_pi2.graph.capture import capture, example_inputs
 from torch_pi2.graph.experts import all_experts, without_experts
@@ -25,8 +24,6 @@ from torch_pi2.profiling.data import Batch
 from torch_pi2.profiling.run import InputStats
 from torch_pi2.rewrite.install import replace_modules
 from torch_pi2.types.site import FFNSite
-
-_log = logging.getLogger("torch_pi2")
 
 #: Least inputs of a quantised layer: one group.
 MIN_INPUTS = 32
@@ -113,7 +110,7 @@ def find_linears(
         skipped[name] = "not called as a module"
         del linears[name]
     for name, reason in skipped.items():
-        _log.info("%s stays float: %s", name, reason)
+        log.info("%s stays float: %s", name, reason)
     return linears, skipped
 
 
@@ -147,7 +144,7 @@ def check_some(what: str, layers: Collection[object], linears: Mapping[str, nn.L
             fix="Keep the float weights.",
         )
     if not layers:
-        _log.warning("%s: no feed-forward layer becomes neurons, %d linear layers are quantised", what, len(linears))
+        log.warning("%s: no feed-forward layer becomes neurons, %d linear layers are quantised", what, len(linears))
 
 
 def check_linears(linears: Mapping[str, nn.Linear], weights: str, storage: Storage | None = None) -> None:
@@ -186,7 +183,7 @@ def quantize_linears(
         )
         error = made[name].relative_error(linear.weight)
         errors[name] = LayerError(error, _output_error(linear, made[name], storage.sample(name)))
-        _log.info("%s: %s, relative error of its weights %.4f", name, storage.weights, errors[name].weight)
+        log.info("%s: %s, relative error of its weights %.4f", name, storage.weights, errors[name].weight)
         share_hooks(linear, made[name])
         made[name].use_blocks()  # in place, before it is installed: an interruption would leave wrong rows
     replace_modules(model, {linears[name]: quantised for name, quantised in made.items()})

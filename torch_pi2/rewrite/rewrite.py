@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +15,7 @@ from torch import nn
 
 from torch_pi2.base.fields import argument
 from torch_pi2.base.modules import fresh_settings, has_sparse_layers, refuse_global_hooks
-from torch_pi2.base.progress import bar
+from torch_pi2.base.progress import bar, log
 from torch_pi2.errors import CalibrationError, UnsupportedModelError
 from torch_pi2.fitting.gptq_model import ROLES, calibrated_rows, neuron_key, warn_rounded
 from torch_pi2.graph.find import Found
@@ -47,8 +46,6 @@ from torch_pi2.types.config import Config
 from torch_pi2.types.method import Method
 from torch_pi2.types.plan import LayerPlan, Plan
 from torch_pi2.types.site import FFNSite, check_weights, dense_reference
-
-_log = logging.getLogger("torch_pi2")
 
 
 @fresh_settings()
@@ -109,7 +106,7 @@ def _warn_of_aliases(model: nn.Module, plan: Plan) -> None:
     storages = {name: p.untyped_storage()._cdata for name, p in found.items() if not p.is_meta}
     others = [name for name, storage in storages.items() if count(storage) > inside[storage] + 1]
     if others:
-        _log.warning(
+        log.warning(
             "tensors outside of the model have the memory of %s%s (values of state_dict, or .data): it is not freed, "
             "and the sparse layers do not see what is written there",
             others[0],

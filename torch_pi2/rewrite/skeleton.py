@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from torch_pi2.base.package import missing_package
+from torch_pi2.base.package import needed
 from torch_pi2.errors import ArtifactError
 from torch_pi2.store.folder import HF_METHOD, read_config
 from torch_pi2.store.trust import how_to_trust, trusted
@@ -47,10 +47,8 @@ class _LargeOnMeta(TorchFunctionMode):
 
 def model_config(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
     """The configuration in ``folder``, for building the model. Raises as :func:`skeleton`."""
-    try:
+    with needed("transformers", "hf"):
         from transformers import AutoConfig
-    except ImportError as error:
-        raise missing_package("transformers", "hf", error) from error
     if os.path.lexists(Path(folder) / "config.json"):
         read_config(Path(folder))  # explains a damaged file better than transformers
     with _building(folder):

@@ -14,7 +14,6 @@ Experts are replaced together, by the ``forward`` of the module that holds them.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +23,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_pi2.base.modules import evaluating, has_hooks, hooks_inside, own_forward
+from torch_pi2.base.progress import log
 from torch_pi2.errors import StaleArtifactError, UnsupportedModelError
 from torch_pi2.graph.experts import probe_experts
 from torch_pi2.graph.find import named
@@ -35,8 +35,6 @@ from torch_pi2.ops.activations import cuts
 from torch_pi2.rewrite.install import Override
 from torch_pi2.types.plan import LayerPlan
 from torch_pi2.types.site import FFNSite, FFNWeights, Formula, apply_formula, dense_reference
-
-_log = logging.getLogger("torch_pi2")
 
 #: Batches and tokens of probes: several of each, to notice code that picks some out, and one alone.
 _PROBE_SHAPES = ((3, 17), (2, 5), (1, 1))
@@ -79,7 +77,7 @@ def find_strategy(
         overrides = _TRY[strategy](model, site, sparse, probes)
         if not isinstance(overrides, str):
             if any(reason.endswith(_SILENT) for reason in reasons):
-                _log.warning("%s runs through lazy tensors, which is slower: %s", site.key, "; ".join(reasons))
+                log.warning("%s runs through lazy tensors, which is slower: %s", site.key, "; ".join(reasons))
             return strategy, overrides
         reasons.append(overrides)
     raise no_strategy(site, reasons)
@@ -96,7 +94,7 @@ def log_skipped(refused: Mapping[str, UnsupportedModelError], others: bool) -> d
         raise next(iter(refused.values()))
     left = {key: plain_reason(error.found.split("; ")) for key, error in refused.items()}
     if left:
-        _log.warning("left dense: %s", named(left))
+        log.warning("left dense: %s", named(left))
     return left
 
 

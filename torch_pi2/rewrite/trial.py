@@ -6,7 +6,6 @@ what differs is code: what a layer's module does besides, or code outside that r
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch_pi2.base.lookups import Lookups
 from torch_pi2.base.modules import evaluating, other_forwards
 from torch_pi2.base.offloaded import OffloadedParameter
+from torch_pi2.base.progress import log
 from torch_pi2.graph.experts import dense_experts
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
@@ -25,8 +25,6 @@ from torch_pi2.rewrite.install import Override, reachable
 from torch_pi2.rewrite.strategies import as_it_was, find_strategy
 from torch_pi2.types.plan import LayerPlan
 from torch_pi2.types.site import FFNWeights, dense_reference
-
-_log = logging.getLogger("torch_pi2")
 
 #: Most numbers of a result that are compared; more are thinned out.
 _MOST = 1 << 24
@@ -85,7 +83,7 @@ def changed_by(
         if not together:
             return counted
         if _difference(_results(model, example), wanted):
-            _log.warning("%s gives other results each time: not compared with the sparse model", type(model).__name__)
+            log.warning("%s gives other results each time: not compared with the sparse model", type(model).__name__)
             return counted
         alone = {group[0].site.key: why for group in groups if (why := problem([group]))}
         raised = together.startswith("raises")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
@@ -23,14 +22,13 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from torch_pi2.base.progress import log
 from torch_pi2.errors import BusyError, ClosedError, GroupError, NonFiniteError, Pi2Error
 from torch_pi2.serve.chat import has_template
 from torch_pi2.serve.live import Live
 from torch_pi2.serve.model import ServedModel
 from torch_pi2.serve.requests import ChatRequest, CompletionRequest
 from torch_pi2.serve.responses import ChatResponse, CompletionResponse, Response
-
-_log = logging.getLogger("torch_pi2")
 
 #: Maximum bytes of a request.
 MOST_BYTES = 8 << 20
@@ -88,7 +86,7 @@ def _refusal(error: Exception) -> Refusal:
         return Refusal(500, str(error), "server_error", "not_finite")
     if isinstance(error, Pi2Error):
         return Refusal(400, str(error), "invalid_request_error", param=error.what)
-    _log.error("a request failed", exc_info=error)
+    log.error("a request failed", exc_info=error)
     return Refusal(500, f"{type(error).__name__} while answering", "server_error")
 
 

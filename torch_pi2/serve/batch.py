@@ -7,7 +7,6 @@ One thread does all the work: it steps, and reads one chunk of a prompt between 
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from torch_pi2.base.progress import log
 from torch_pi2.decode.broadcast import group_of
 from torch_pi2.decode.chunked_prefill import prompt_path_lengths, takes_several_lengths
 from torch_pi2.decode.decoder import Decoder, check_vocabulary
@@ -28,8 +28,6 @@ from torch_pi2.serve.prefix import PrefixCache
 
 if TYPE_CHECKING:
     from torch_pi2.serve.constraint import Constraint
-
-_log = logging.getLogger("torch_pi2")
 
 
 @dataclass(frozen=True)
@@ -156,7 +154,7 @@ class Batch:
         if max_queue < 0:
             raise ConfigError("max_queue", expected="0 or more", found=str(max_queue), fix="Choose a larger number.")
         if max_batch_size > 1 and not takes_several_lengths(model, max_tokens):
-            _log.warning("%s answers one request at a time: its sequences need one length", type(model).__name__)
+            log.warning("%s answers one request at a time: its sequences need one length", type(model).__name__)
             max_batch_size = 1
         self.max_tokens, self.max_batch_size, self.max_queue = max_tokens, max_batch_size, max_queue
         self.capacity, self.counts = max_batch_size + max_queue, Counts()
@@ -256,7 +254,7 @@ class Batch:
                 if self.failure is not None:
                     self._end_all(error)
                     return
-                _log.exception("a batch of %d sequences failed", len(self._live))
+                log.exception("a batch of %d sequences failed", len(self._live))
                 for sequence in self._live:
                     self._end(sequence, "error", error)
                 self._live = []

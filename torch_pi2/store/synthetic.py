@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from torch_pi2.base.dtypes import DTYPES
-from torch_pi2.base.package import missing_package
+from torch_pi2.base.package import needed
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import FLOATS, row_bytes
 from torch_pi2.predict.lowrank import LowRankRows
@@ -280,10 +280,8 @@ def build_config(shape: str | Mapping[str, Any], **more: Any) -> Any:
     Raises ConfigError: unknown name or model type, or mismatched sizes. LibraryMissingError: transformers is not
     installed.
     """
-    try:
+    with needed("transformers", "hf"):
         import transformers
-    except ImportError as error:
-        raise missing_package("transformers", "hf", error) from error
     if isinstance(shape, str) and shape not in SHAPES:
         expected, fix = f"{', '.join(SHAPES)}, or a dict of configuration values", "Choose one of these."
         raise ConfigError("shape", expected=expected, found=repr(shape), fix=fix)

@@ -10,17 +10,15 @@ consent again.
 from __future__ import annotations
 
 import hashlib
-import logging
 import re
 from pathlib import Path
 from typing import Any
 
 from torch_pi2.base.files import cache_folder
-from torch_pi2.base.package import missing_package
+from torch_pi2.base.package import needed
+from torch_pi2.base.progress import log
 from torch_pi2.base.reading import parse, read_bytes
 from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error
-
-_log = logging.getLogger("torch_pi2")
 
 #: Files that name the classes for transformers to run.
 _NAMING = ("config.json", "tokenizer_config.json")
@@ -58,7 +56,7 @@ def remember(folder: Path) -> None:
         with path.open("a") as out:
             out.write(f"{found}\n")
     except (OSError, UnicodeDecodeError, ArtifactError) as error:
-        _log.warning("%s: its code is not remembered, pass trust_remote_code=True to load it (%s)", folder, error)
+        log.warning("%s: its code is not remembered, pass trust_remote_code=True to load it (%s)", folder, error)
 
 
 def how_to_trust(folder: str | Path) -> str:
@@ -124,10 +122,8 @@ def tokenizer_of(model: Any, tokenizer: Any, what: str, error: type[Pi2Error] = 
     folder = Path(name) if isinstance(name, str) and name else None
     if folder is None or not has_tokenizer(folder):
         raise _unknown(error, what, f"none, and none in {folder}" if folder else "none, and a model of no folder")
-    try:
+    with needed("transformers", "hf"):
         from transformers import AutoTokenizer, PreTrainedConfig
-    except ImportError as missing:
-        raise missing_package("transformers", "hf", missing) from missing
     try:
         # with the model's configuration, since reading the folder's without its code would cause a warning
         config = getattr(model, "config", None)
@@ -153,9 +149,7 @@ def try_out(tokenizer: Any, ours: bool = False) -> None:
     if len(of_id := {number: word for word, number in words.items()}) < len(words):
         word, number = next((word, number) for word, number in words.items() if of_id[number] != word)
         about = tokenizer.name_or_path, word, of_id[number], number
-        _log.warning(
-            "the tokenizer of %s has two words, %r and %r, of one id, %d: one of them is never decoded", *about
-        )
+        log.warning("the tokenizer of %s has two words, %r and %r, of one id, %d: one of them is never decoded", *about)
 
 
 def is_failure(error: BaseException) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.base.package import missing_package
+from torch_pi2.base.package import needed
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.graph.find import search
 from torch_pi2.ops.activations import exact_zeros
@@ -78,10 +78,8 @@ def _check(sites: Sequence[FFNSite], kind: Any, named: Sequence[str], activation
 
 def with_lora(student: Any, rank: int, seed: int) -> Any:
     """``student`` with LoRA adapters, trained alone, on linear layers but the output. Raises LibraryMissingError."""
-    try:
+    with needed("peft", "train", "an installed peft, for lora"):
         from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise missing_package("peft", "train", error, "an installed peft, for lora") from error
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return get_peft_model(student, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))

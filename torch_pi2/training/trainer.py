@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 from torch_pi2.base.fields import argument
 from torch_pi2.base.files import writing
-from torch_pi2.base.package import missing_package
+from torch_pi2.base.package import needed
 from torch_pi2.base.progress import bar, phase
 from torch_pi2.base.units import percent
 from torch_pi2.errors import ConfigError
@@ -138,12 +138,10 @@ def training_arguments(settings: SparsifySettings, folder: Path, steps: int) -> 
     LibraryMissingError: no transformers or accelerate. ConfigError: the batch cannot be shared by the processes, or
     this machine cannot compute in bfloat16.
     """
-    try:
+    with needed("accelerate", "train", "an installed accelerate, which trains"):
         import accelerate  # noqa: F401 (transformers' own message has no version)
+    with needed("transformers", "train", "an installed transformers, which trains"):
         from transformers import TrainingArguments
-    except ImportError as error:
-        name = "accelerate" if "accelerate" in str(error) else "transformers"
-        raise missing_package(name, "train", error, f"an installed {name}, which trains") from error
     save_every = settings.save_every or max(STEER_EVERY, steps // 10 // STEER_EVERY * STEER_EVERY)
     try:
         arguments = TrainingArguments(
@@ -264,10 +262,8 @@ def _last_checkpoint(folder: Path) -> str | None:
 @contextmanager
 def alone() -> Iterator[None]:
     """Restores random generators, which Trainer seeds; hides transformers' bars. Raises LibraryMissingError."""
-    try:
+    with needed("transformers", "train"):
         from transformers.utils import logging
-    except ImportError as error:
-        raise missing_package("transformers", "train", error) from error
     python, arrays, bars = random.getstate(), np.random.get_state(), logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     with torch.random.fork_rng():

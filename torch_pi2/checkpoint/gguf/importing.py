@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import math
 import os
 import re
@@ -22,6 +21,7 @@ from torch_pi2.base.fields import checked
 from torch_pi2.base.files import cache_folder, locked, not_written, replacing_folder
 from torch_pi2.base.modules import fresh_settings
 from torch_pi2.base.package import __version__, quiet_imports
+from torch_pi2.base.progress import log
 from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.checkpoint.gguf.families import configuration
 from torch_pi2.checkpoint.gguf.predictors import import_predictors
@@ -37,7 +37,6 @@ from torch_pi2.store.gguf import GgufModel, gguf_in
 from torch_pi2.store.parts import Parts
 from torch_pi2.store.storefile import open_weights
 
-_log = logging.getLogger("torch_pi2")
 #: Bytes at the start of a file, metadata and vocabulary, that are hashed to identify it.
 _HEAD_BYTES = 1 << 20
 #: Bytes of the file's name in its folder's name: file systems allow 255, and lock files add some.
@@ -136,7 +135,7 @@ def cached_import(
         name = re.sub(r"[^\w.-]", "_", model.path.stem).encode()[:_NAME_BYTES].decode(errors="ignore")
         folder, alone = imports_folder() / f"{name}-{_key(model, packed)}", len(model.paths) == 1
 
-    waits = partial(_log.warning, "another process imports %s; this one waits for it", file)
+    waits = partial(log.warning, "another process imports %s; this one waits for it", file)
     try:
         if not _is_whole(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -168,12 +167,12 @@ def _import(file: Path, folder: Path, packed: bool, progress: bool) -> None:
     between = folder.with_name(f"{folder.name}-unpacked")
     for old in (folder, between):  # damaged, or of a killed process
         shutil.rmtree(old, ignore_errors=True)
-    _log.info("%s is imported to %s, once", file, folder)
+    log.info("%s is imported to %s, once", file, folder)
     try:
         into = between if packed else folder
         report = import_gguf(file, into, neurons="all" if packed else "auto", progress=progress)
         if report.tokenizer:
-            _log.warning("no tokenizer of %s: %s", file, report.tokenizer)
+            log.warning("no tokenizer of %s: %s", file, report.tokenizer)
         if packed:
             pack(between, folder, progress=progress)
     finally:
@@ -201,6 +200,6 @@ def _is_whole(folder: Path) -> bool:
         with Parts(folder / PI2_FOLDER) as parts, open_weights(folder / PI2_FOLDER):
             parts.plan()
     except Pi2Error as error:
-        _log.warning("%s is imported again: %s", folder, error)
+        log.warning("%s is imported again: %s", folder, error)
         return False
     return True

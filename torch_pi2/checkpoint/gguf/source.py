@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torch_pi2.base.package import missing_package
+from torch_pi2.base.package import needed
 from torch_pi2.base.reading import Closing
 from torch_pi2.base.tensorfile import Spec
 from torch_pi2.checkpoint.gguf.families import ArchMetadata, Family, arch_number, family_of, rows_in_file
@@ -50,10 +50,8 @@ def own_rows(rows: torch.Tensor, of: TensorType) -> torch.Tensor:
 
 def gguf_package() -> Any:
     """The package ``gguf``: tensor names and dequantisation. Raises LibraryMissingError."""
-    try:
+    with needed("gguf", "gguf"):
         import gguf
-    except ImportError as error:
-        raise missing_package("gguf", "gguf", error) from error
     return gguf
 
 
