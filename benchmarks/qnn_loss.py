@@ -48,7 +48,7 @@ def measure(folder: Path, tokens: int, emulator: str | None, rows: int = 64) -> 
 
     import torch_pi2
     from torch_pi2.cli.common import stdlib_sample
-    from torch_pi2.eval import bits_per_byte
+    from torch_pi2.eval.loss import bits_per_byte
     from torch_pi2.export import qnn
     from torch_pi2.export.calibrate import hot_on_npu, inputs_of, tokens_for_weights
     from torch_pi2.export.hot import CHUNK, hot_chunks

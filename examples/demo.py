@@ -32,8 +32,10 @@ from torch_pi2.base.progress import lines
 from torch_pi2.cli import build_parser, doctor, verdict
 from torch_pi2.cli.common import percent, size, stdlib_sample, table
 from torch_pi2.cli.terminal import configured
-from torch_pi2.eval import bits_per_byte, ffn_modules, time_decode, work
+from torch_pi2.eval.loss import bits_per_byte
+from torch_pi2.eval.timing import ffn_modules, time_decode
 from torch_pi2.eval.verdict import judge
+from torch_pi2.eval.work import work
 from torch_pi2.types.config import Config
 from torch_pi2.types.verdict import Loss, Verdict
 

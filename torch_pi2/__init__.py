@@ -10,39 +10,47 @@ that needs it.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from torch_pi2.base.package import __version__
-from torch_pi2.errors import Pi2Error
+from torch_pi2.base.package import __version__ as __version__
+from torch_pi2.errors import Pi2Error as Pi2Error
 
 if TYPE_CHECKING:
-    from torch_pi2.api import fit, optimize, plan, profile, quantize_, restore
-    from torch_pi2.checkpoint.gguf.importing import import_gguf
-    from torch_pi2.checkpoint.importing import import_quantized
-    from torch_pi2.checkpoint.pack import pack
-    from torch_pi2.checkpoint.quantize import quantize
-    from torch_pi2.checkpoint.save_load import load, load_dense, save
-    from torch_pi2.checkpoint.stored import load_mapped
-    from torch_pi2.checkpoint.synthetic import synthetic
-    from torch_pi2.decode.budget import set_budget, stats
-    from torch_pi2.decode.decoder import Decoder
-    from torch_pi2.decode.generate import generate
-    from torch_pi2.decode.lead import lead
-    from torch_pi2.decode.plan_controller import follow
-    from torch_pi2.export.api import export
-    from torch_pi2.export.program import export_program
-    from torch_pi2.export.run import Bundle
-    from torch_pi2.graph.dispatch import NeuronClusterMode
-    from torch_pi2.graph.find import find_sites
-    from torch_pi2.hf.quantizer import Pi2QuantizationConfig
-    from torch_pi2.machine.find import find_hardware
-    from torch_pi2.observe.accesses import record_accesses
-    from torch_pi2.observe.trace import trace
-    from torch_pi2.observe.watch import watch
-    from torch_pi2.planner.for_machine import plan_for
-    from torch_pi2.planner.supported import supported
-    from torch_pi2.training.sparsify import sparsify
-    from torch_pi2.types.config import Config
-    from torch_pi2.types.offload import OffloadConfig
-    from torch_pi2.types.shard import GroupConfig
+    from torch_pi2.api import fit as fit
+    from torch_pi2.api import optimize as optimize
+    from torch_pi2.api import plan as plan
+    from torch_pi2.api import profile as profile
+    from torch_pi2.api import quantize_ as quantize_
+    from torch_pi2.api import restore as restore
+    from torch_pi2.checkpoint.gguf.importing import import_gguf as import_gguf
+    from torch_pi2.checkpoint.importing import import_quantized as import_quantized
+    from torch_pi2.checkpoint.pack import pack as pack
+    from torch_pi2.checkpoint.quantize import quantize as quantize
+    from torch_pi2.checkpoint.save_load import load as load
+    from torch_pi2.checkpoint.save_load import load_dense as load_dense
+    from torch_pi2.checkpoint.save_load import save as save
+    from torch_pi2.checkpoint.stored import load_mapped as load_mapped
+    from torch_pi2.checkpoint.synthetic import synthetic as synthetic
+    from torch_pi2.decode.budget import set_budget as set_budget
+    from torch_pi2.decode.budget import stats as stats
+    from torch_pi2.decode.decoder import Decoder as Decoder
+    from torch_pi2.decode.generate import generate as generate
+    from torch_pi2.decode.lead import lead as lead
+    from torch_pi2.decode.plan_controller import follow as follow
+    from torch_pi2.export.api import export as export
+    from torch_pi2.export.program import export_program as export_program
+    from torch_pi2.export.run import Bundle as Bundle
+    from torch_pi2.graph.dispatch import NeuronClusterMode as NeuronClusterMode
+    from torch_pi2.graph.find import find_sites as find_sites
+    from torch_pi2.hf.quantizer import Pi2QuantizationConfig as Pi2QuantizationConfig
+    from torch_pi2.machine.find import find_hardware as find_hardware
+    from torch_pi2.observe.accesses import record_accesses as record_accesses
+    from torch_pi2.observe.trace import trace as trace
+    from torch_pi2.observe.watch import watch as watch
+    from torch_pi2.planner.for_machine import plan_for as plan_for
+    from torch_pi2.planner.supported import supported as supported
+    from torch_pi2.training.sparsify import sparsify as sparsify
+    from torch_pi2.types.config import Config as Config
+    from torch_pi2.types.offload import OffloadConfig as OffloadConfig
+    from torch_pi2.types.shard import GroupConfig as GroupConfig
 
 #: Module -> the public names that are its own; each is imported when it is first used (PEP 562).
 _FROM = {
@@ -80,47 +88,7 @@ _FROM = {
 _REMOVED = {"export_gguf": "run llama.cpp's convert_hf_to_gguf.py on the folder of the dense checkpoint"}
 _MODULE_OF = {name: f"torch_pi2.{module}" for module, names in _FROM.items() for name in names}
 
-__all__ = [
-    "Bundle",
-    "Config",
-    "Decoder",
-    "GroupConfig",
-    "NeuronClusterMode",
-    "OffloadConfig",
-    "Pi2Error",
-    "Pi2QuantizationConfig",
-    "__version__",
-    "export",
-    "export_program",
-    "find_hardware",
-    "find_sites",
-    "fit",
-    "follow",
-    "generate",
-    "import_gguf",
-    "import_quantized",
-    "lead",
-    "load",
-    "load_dense",
-    "load_mapped",
-    "optimize",
-    "pack",
-    "plan",
-    "plan_for",
-    "profile",
-    "quantize",
-    "quantize_",
-    "record_accesses",
-    "restore",
-    "save",
-    "set_budget",
-    "sparsify",
-    "stats",
-    "supported",
-    "synthetic",
-    "trace",
-    "watch",
-]
+__all__ = sorted([*_MODULE_OF, "Pi2Error", "__version__"])
 
 # A package is bound to its name when it is first imported: now, so that ``torch_pi2.export`` stays the function. What
 # is in the package is imported by ``from torch_pi2.export... import ...``.

@@ -15,8 +15,9 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from torch_pi2.errors import CalibrationError, ConfigError, NonFiniteError
-from torch_pi2.eval import bits_per_byte, ffn_modules, nats_per_token, time_decode, work
-from torch_pi2.eval.work import Work
+from torch_pi2.eval.loss import bits_per_byte, nats_per_token
+from torch_pi2.eval.timing import ffn_modules, time_decode
+from torch_pi2.eval.work import Work, work
 from torch_pi2.types.site import FFNSite, LinearRef
 
 TEXT = "def f(x):\n    return x + 1  # plain\nprint(f(2))\n" * 8

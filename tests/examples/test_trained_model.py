@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import torch_pi2
-from torch_pi2.eval import bits_per_byte, work
+from torch_pi2.eval.loss import bits_per_byte
+from torch_pi2.eval.work import work
 from torch_pi2.observe import counters
 from torch_pi2.profiling.text import stdlib_text
 

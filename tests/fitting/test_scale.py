@@ -134,7 +134,7 @@ def test_a_folder_that_is_in_use_or_none_is_refused(profiled: Any, tmp_path: Pat
 def test_signs_are_calibrated_from_files_too(profiled: Any, tmp_path: Path) -> None:
     model, sites, stats = profiled
     cold = {s.key: torch.arange(s.intermediate) for s in sites}
-    data = list(torch_pi2.profiling.batches(IDS))
+    data = list(torch_pi2.profiling.data.batches(IDS))
     in_memory = fit_layers(model, data, sites, stats, FitSettings(method="signbit", n_tokens=300), cold=cold)
     assert same(
         in_memory,

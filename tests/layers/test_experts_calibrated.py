@@ -17,7 +17,8 @@ import torch_pi2
 from torch_pi2.api import _fit, _profile
 from torch_pi2.cli.inspect import describe, render
 from torch_pi2.errors import ConfigError, NonFiniteError, UnsupportedModelError
-from torch_pi2.eval import nats_per_token, work
+from torch_pi2.eval.loss import nats_per_token
+from torch_pi2.eval.work import work
 from torch_pi2.fitting.fit import fit as fit_predictors
 from torch_pi2.fitting.fit import fit_layers
 from torch_pi2.fitting.search import FitSettings
@@ -30,14 +31,15 @@ from torch_pi2.planner.hot_neurons import greedy_plan
 from torch_pi2.predict.file import FittedPredictors
 from torch_pi2.predict.lowrank import LowRankRows
 from torch_pi2.predict.signbit import SignBit
-from torch_pi2.profiling import MIN_TOKENS, ActivationStats, batches
-from torch_pi2.profiling import profile as profile_sites
+from torch_pi2.profiling.data import MIN_TOKENS, batches
 from torch_pi2.profiling.run import EXPERT_TOKENS, gather_inputs
+from torch_pi2.profiling.run import profile as profile_sites
 from torch_pi2.rewrite.linears import Storage
 from torch_pi2.rewrite.rewrite import apply, rewrite
 from torch_pi2.rewrite.state import SparseState
 from torch_pi2.types.config import Config
 from torch_pi2.types.method import PredictorCard
+from torch_pi2.types.stats import ActivationStats
 
 SMOOTH: dict[str, dict[str, Any]] = {
     "Mixtral": {"hidden_act": "silu"},

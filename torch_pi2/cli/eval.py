@@ -97,14 +97,14 @@ def _set_batch(args: argparse.Namespace) -> None:
 
 
 def _loss(args: argparse.Namespace, model: Any, tokenizer: Any, text: str) -> dict[str, Any]:
-    from torch_pi2.eval import bits_per_byte
+    from torch_pi2.eval.loss import bits_per_byte
 
     how = common.given(args, "window", "batch_size", "max_tokens")
     return bits_per_byte(model, tokenizer, text, **how, progress=not args.quiet).to_json()
 
 
 def _loss_and_work(args: argparse.Namespace, sparse: Any, tokenizer: Any, text: str) -> dict[str, Any]:
-    from torch_pi2.eval import work
+    from torch_pi2.eval.work import work
 
     with work() as done:
         loss = _loss(args, sparse, tokenizer, text)
@@ -114,7 +114,7 @@ def _loss_and_work(args: argparse.Namespace, sparse: Any, tokenizer: Any, text: 
 def _compared(
     args: argparse.Namespace, dense: Any, sparse: Any, tokenizer: Any, text: str, plan: Any
 ) -> dict[str, Any]:
-    from torch_pi2.eval import ffn_modules, time_decode
+    from torch_pi2.eval.timing import ffn_modules, time_decode
 
     loss_dense, loss_sparse = _loss(args, dense, tokenizer, text), _loss_and_work(args, sparse, tokenizer, text)
     prompt = tokenizer(text[:2000], return_tensors="pt", add_special_tokens=False)["input_ids"][:, :64]

@@ -145,7 +145,7 @@ def _own_part(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
             asks = [f"torch_pi2/asks/{other}" for other in others]
             store.set("torch_pi2/named", " ".join([own, *(store.get(ask).decode() for ask in asks)]))
         time.sleep(_POLL_S)
-    return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+    return dist.PrefixStore(name, store)
 
 
 def end_of_group(args: argparse.Namespace) -> None:

@@ -11,20 +11,3 @@ get them. They compile in a separate process (:mod:`torch_pi2.export.qnn.compile
 from torch_pi2.export.qnn.lower import Lowered, check, lower_hot, lower_parts, problems
 from torch_pi2.export.qnn.quantize import PartInputs, open_program, zeros
 from torch_pi2.export.qnn.settings import MOST_BYTES, PART_BLOCK, PRECISIONS, SOCS, Graph, Settings
-
-__all__ = [
-    "MOST_BYTES",
-    "PART_BLOCK",
-    "PRECISIONS",
-    "SOCS",
-    "Graph",
-    "Lowered",
-    "PartInputs",
-    "Settings",
-    "check",
-    "lower_hot",
-    "lower_parts",
-    "open_program",
-    "problems",
-    "zeros",
-]
