@@ -432,11 +432,9 @@ def _say_lossy(parts: SparseState, config: Config) -> None:
 def _machine(hardware: Any, has_data: bool) -> Hardware:
     """The profile of ``hardware``, read early. Raises ConfigError, ArtifactError, CalibrationError."""
     if not has_data:
+        expected = "calibration data or statistics: how often neurons fire decides which are hot"
         raise CalibrationError(
-            "optimize(hardware=...)",
-            expected="calibration data or statistics: how often neurons fire decides which are hot",
-            found="neither",
-            fix="Pass calibration=... or stats=....",
+            "optimize(hardware=...)", expected=expected, found="neither", fix="Pass calibration=... or stats=...."
         )
     return hardware if isinstance(hardware, Hardware) else find_hardware(hardware)
 

@@ -71,11 +71,9 @@ def check_vocabulary(model: nn.Module, input_ids: torch.Tensor, what: str = "inp
     """Raises ConfigError: an id is not in the vocabulary of ``model``. UnsupportedModelError: it does not name one."""
     table: Any = model.get_input_embeddings()  # type: ignore[operator]
     if (vocab := getattr(table, "num_embeddings", None)) is None:  # e.g. tokens that PEFT trains
+        expected, fix = "a table with num_embeddings", "Call model.generate, or merge adapters first."
         raise UnsupportedModelError(
-            f"the input embeddings of {type(model).__name__}",
-            expected="a table with num_embeddings",
-            found=type(table).__name__,
-            fix="Call model.generate, or merge adapters first.",
+            f"the input embeddings of {type(model).__name__}", expected=expected, found=type(table).__name__, fix=fix
         )
     wrong = input_ids[(input_ids < 0) | (input_ids >= vocab)]
     if wrong.numel():
@@ -168,12 +166,8 @@ class Decoder:
         if not callable(backend) and backend != "torch_pi2":  # listing them imports Dynamo
             argument(backend, "Decoder(backend)").text(torch._dynamo.list_backends(exclude_tags=()))
         if max_tokens < 2 or batch < 1:
-            raise ConfigError(
-                "max_tokens, batch",
-                expected="at least 2 and 1",
-                found=f"{max_tokens}, {batch}",
-                fix="max_tokens is the length of prompt and answer together.",
-            )
+            fix = "max_tokens is the length of prompt and answer together."
+            raise ConfigError("max_tokens, batch", expected="at least 2 and 1", found=f"{max_tokens}, {batch}", fix=fix)
         if max_tokens > (most := most_positions(model)):
             argument(max_tokens, "tokens of prompt and answer", "Ask for fewer, or shorten the prompt.").wrong(
                 f"at most {most}: {type(model).__name__} has a table of so many positions", str(max_tokens)
@@ -282,18 +276,14 @@ class Decoder:
         batch, tokens = ids_BT.shape
         if not (1 <= batch <= self.rows and 1 <= tokens <= self.max_tokens):
             rows = f"1 to {self.rows}" if self.rows > 1 else "1"
+            fix = "Shorten it, or make a Decoder for this batch and length."
             raise ShapeError(
-                "prompt",
-                expected=f"[{rows}, 1 to {self.max_tokens}]",
-                found=str(list(ids_BT.shape)),
-                fix="Shorten it, or make a Decoder for this batch and length.",
+                "prompt", expected=f"[{rows}, 1 to {self.max_tokens}]", found=str(list(ids_BT.shape)), fix=fix
             )
         if known and not (len(self.lengths) == batch == 1 and 0 < known <= self.length and known < tokens):
+            expected = f"0, or one prompt of more tokens and one sequence that has so many (now {self.lengths})"
             raise ShapeError(
-                "prompt(known=...)",
-                expected=f"0, or one prompt of more tokens and one sequence that has so many (now {self.lengths})",
-                found=f"{known} of {list(ids_BT.shape)}",
-                fix="Read it whole.",
+                "prompt(known=...)", expected=expected, found=f"{known} of {list(ids_BT.shape)}", fix="Read it whole."
             )
         self._check_same("prompt", ids_BT)
         if self._kv.states and known != self.length:  # states of fewer tokens are gone
@@ -590,12 +580,8 @@ class Decoder:
             self.check_parts("rollback")
         least = min(self.lengths, default=0)
         if tokens >= max(1, least):
-            raise ShapeError(
-                "rollback",
-                expected=f"0 to {max(0, least - 1)} tokens, of {least} that were read",
-                found=str(tokens),
-                fix="Read another prompt instead.",
-            )
+            expected = f"0 to {max(0, least - 1)} tokens, of {least} that were read"
+            raise ShapeError("rollback", expected=expected, found=str(tokens), fix="Read another prompt instead.")
         self._lengthen(-tokens)
 
     @broadcast_call
@@ -605,11 +591,9 @@ class Decoder:
         self._check_read("fork")
         self._check_not_adding("fork")
         if self.batch != 1 or not 1 <= sequences <= self.rows:
+            fix = "Make a Decoder with a larger batch, and read one prompt."
             raise ShapeError(
-                "fork",
-                expected=f"1 to {self.rows} sequences from 1",
-                found=f"{sequences} from {self.batch}",
-                fix="Make a Decoder with a larger batch, and read one prompt.",
+                "fork", expected=f"1 to {self.rows} sequences from 1", found=f"{sequences} from {self.batch}", fix=fix
             )
         self._announce_batch(sequences)  # so that the neuron cache shrinks before keys and values grow
         for row in range(1, sequences):
@@ -633,11 +617,9 @@ class Decoder:
             return []
         self._check_read("retain")
         if kept[0] < 0 or kept[-1] >= self.batch:
+            fix = "Name the rows of sequences that go on."
             raise ShapeError(
-                "retain",
-                expected=f"rows from 0 to {self.batch - 1}",
-                found=", ".join(map(str, rows)),
-                fix="Name the rows of sequences that go on.",
+                "retain", expected=f"rows from 0 to {self.batch - 1}", found=", ".join(map(str, rows)), fix=fix
             )
         came_from = list(range(len(kept)))
         free = [row for row in came_from if row not in kept]
@@ -715,21 +697,13 @@ class Decoder:
 
     def _check_read(self, what: str) -> None:
         if not self.lengths:
-            raise ShapeError(
-                what,
-                expected="a prompt before it",
-                found="none that was read to its end",
-                fix="Call prompt(ids) first; it returns the token to begin with.",
-            )
+            fix = "Call prompt(ids) first; it returns the token to begin with."
+            raise ShapeError(what, expected="a prompt before it", found="none that was read to its end", fix=fix)
 
     def _check_not_adding(self, what: str) -> None:
         if self._adding is not None:
-            raise ShapeError(
-                what,
-                expected="no sequence whose prompt is being read",
-                found="one that is being added",
-                fix="Iterate over add(...) to its end, or close() it.",
-            )
+            expected, fix = "no sequence whose prompt is being read", "Iterate over add(...) to its end, or close() it."
+            raise ShapeError(what, expected=expected, found="one that is being added", fix=fix)
 
     def _lengthen(self, tokens: int) -> None:
         lengths = [length + tokens for length in self.lengths]

@@ -133,11 +133,9 @@ def _encode(tokenizer: Any, text: str, max_tokens: int | None) -> _Scored:
     while stop > first and splits_character(stop):
         stop -= 1
     if stop <= first:
+        found = f"{len(text)} characters, {len(ids)} tokens"
         raise CalibrationError(
-            "text to evaluate",
-            expected="at least two tokens",
-            found=f"{len(text)} characters, {len(ids)} tokens",
-            fix="Pass a longer text.",
+            "text to evaluate", expected="at least two tokens", found=found, fix="Pass a longer text."
         )
     if fast:
         # from the end of the previous token, so that dropped spaces count

@@ -210,11 +210,9 @@ def describe_program(path: str | Path) -> dict[str, Any]:
         methods = {plan.name: _method(plan) for plan in program.execution_plan}
         return {"methods": methods, "bytes": _bytes(program, len(data), whole)}
     except Exception as error:  # the reader raises many types for damage
+        expected, fix = "a whole program of ExecuTorch", "Copy the bundle again, or export again."
         raise ArtifactError(
-            str(path),
-            expected="a whole program of ExecuTorch",
-            found=f"damage ({str(error) or type(error).__name__})",
-            fix="Copy the bundle again, or export again.",
+            str(path), expected=expected, found=f"damage ({str(error) or type(error).__name__})", fix=fix
         ) from error
 
 

@@ -252,12 +252,8 @@ def chat_text(tokenizer: Any, messages: Any) -> str:
     except ConfigError:
         raise
     except Exception as error:  # templates raise any type
-        raise ConfigError(
-            "chat",
-            expected="messages that the tokenizer's template takes: a role and a content each",
-            found=str(error) or type(error).__name__,
-            fix="Correct them.",
-        ) from error
+        expected, fix = "messages that the tokenizer's template takes: a role and a content each", "Correct them."
+        raise ConfigError("chat", expected=expected, found=str(error) or type(error).__name__, fix=fix) from error
 
 
 GENERATION_FILE = "generation_config.json"

@@ -252,11 +252,9 @@ def fit_layers(
 def _fit_signs(model: nn.Module, site: FFNSite, samples: Samples, cold: torch.Tensor, target_recall: float) -> SignBit:
     """The margin is set on half of the tokens, the card measured on the others."""
     if len(samples) < 2:
+        expected, fix = "at least 2 (thousands are good)", "Pass more text."
         raise CalibrationError(
-            "tokens to calibrate sign-bit predictors on",
-            expected="at least 2 (thousands are good)",
-            found=str(len(samples)),
-            fix="Pass more text.",
+            "tokens to calibrate sign-bit predictors on", expected=expected, found=str(len(samples)), fix=fix
         )
     weights = site.weights(model)
     held_back, other = samples.split(0.5)

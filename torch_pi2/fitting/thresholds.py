@@ -61,12 +61,8 @@ def score_scales(
         return {}
     for site in sites:
         if site.experts is not None:
-            raise ConfigError(
-                f"score of {site.key}",
-                expected="'gate': an expert has one threshold for all of its neurons",
-                found=repr(score),
-                fix="Choose score='gate'.",
-            )
+            expected = "'gate': an expert has one threshold for all of its neurons"
+            raise ConfigError(f"score of {site.key}", expected=expected, found=repr(score), fix="Choose score='gate'.")
     squares = {site.key: torch.zeros(site.intermediate) for site in sites}
     tokens = dict.fromkeys(squares, 0)
 

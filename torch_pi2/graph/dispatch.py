@@ -328,11 +328,9 @@ class NeuronClusterMode(PredictedMaskMode):
 
     def _check(self, hit: Matmul) -> None:
         if torch.is_grad_enabled() and (hit.x.requires_grad or self._model.get_parameter(hit.weight).requires_grad):
+            found, fix = "grad mode on and tensors that require gradients", "Wrap the call in torch.no_grad()."
             raise GradientError(
-                f"NeuronClusterMode at {hit.members[0].site.key}",
-                expected="inference",
-                found="grad mode on and tensors that require gradients",
-                fix="Wrap the call in torch.no_grad().",
+                f"NeuronClusterMode at {hit.members[0].site.key}", expected="inference", found=found, fix=fix
             )
 
     def _count(self, site: FFNSite, wanted_TI: torch.Tensor, keep_TI: torch.Tensor) -> None:

@@ -64,12 +64,8 @@ def check_method(site: FFNSite, layer_plan: LayerPlan) -> None:
     """Raises ConfigError unless a layer at ``site`` can compute ``layer_plan``, which was not read from a file."""
     check_choice(f"method of {site.key}", layer_plan.method, METHODS, "Correct the plan.")
     if layer_plan.thresholds is not None and site.experts is not None:
-        raise ConfigError(
-            f"thresholds of {site.key}",
-            expected="one for an expert: the operator of mixtures knows no others",
-            found="one for each neuron",
-            fix="Choose score='gate'.",
-        )
+        expected, fix = "one for an expert: the operator of mixtures knows no others", "Choose score='gate'."
+        raise ConfigError(f"thresholds of {site.key}", expected=expected, found="one for each neuron", fix=fix)
     order = layer_plan.order
     if not is_permutation(order, site.intermediate) or not 0 <= layer_plan.n_hot <= site.intermediate:
         raise ConfigError(

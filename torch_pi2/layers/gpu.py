@@ -43,11 +43,9 @@ def device_of(model: nn.Module) -> torch.device:
     if not any(map(on_gpu, held)):
         return torch.device("cpu")
     if len(devices) > 1:
+        expected, fix = "the CPU, or one GPU", "Load it without device_map, and move it with model.to(device)."
         raise DeviceError(
-            f"device of {type(model).__name__}",
-            expected="the CPU, or one GPU",
-            found=", ".join(sorted(map(str, devices))),
-            fix="Load it without device_map, and move it with model.to(device).",
+            f"device of {type(model).__name__}", expected=expected, found=", ".join(sorted(map(str, devices))), fix=fix
         )
     return devices.pop()
 
@@ -58,11 +56,9 @@ def check_gpu(device: torch.device) -> None:
         fix = f"{how_to_install('gpu')}, or leave the model on the CPU."
         raise DeviceError("layers on a GPU", expected="Triton", found="it is not installed", fix=fix)
     if device.type == "cuda" and not torch.cuda.is_available():
+        expected, fix = "a GPU, and a torch that was built for it", "Leave the model on the CPU."
         raise DeviceError(
-            "layers on a GPU",
-            expected="a GPU, and a torch that was built for it",
-            found=f"torch {torch.__version__}, which sees none",
-            fix="Leave the model on the CPU.",
+            "layers on a GPU", expected=expected, found=f"torch {torch.__version__}, which sees none", fix=fix
         )
     if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
         raise DeviceError(

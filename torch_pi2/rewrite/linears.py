@@ -137,12 +137,8 @@ def _run(model: nn.Module, example: Batch | None, on_meta: bool) -> None:
 def check_some(what: str, layers: Collection[object], linears: Mapping[str, nn.Linear]) -> None:
     """Raises NoFFNFoundError if there are neither feed-forward ``layers`` nor ``linears``; warns if only the latter."""
     if not layers and not linears:
-        raise NoFFNFoundError(
-            what,
-            expected=f"feed-forward layers, or linear layers of at least {MIN_INPUTS} inputs and {MIN_OUTPUTS} outputs",
-            found="neither",
-            fix="Keep the float weights.",
-        )
+        expected = f"feed-forward layers, or linear layers of at least {MIN_INPUTS} inputs and {MIN_OUTPUTS} outputs"
+        raise NoFFNFoundError(what, expected=expected, found="neither", fix="Keep the float weights.")
     if not layers:
         log.warning("%s: no feed-forward layer becomes neurons, %d linear layers are quantised", what, len(linears))
 

@@ -104,11 +104,9 @@ def _by_experts(model: nn.Module, group: Sequence[LayerPlan], sparse: Any, tried
     module = model.get_submodule(str(first.experts))
     experts = len(model.get_parameter(first.up.weight))
     if experts != len(group):
+        expected = f"{experts} experts, as {type(module).__name__} has"
         raise StaleArtifactError(
-            f"plan of {first.experts}",
-            expected=f"{experts} experts, as {type(module).__name__} has",
-            found=str(len(group)),
-            fix="Make a new plan for this model.",
+            f"plan of {first.experts}", expected=expected, found=str(len(group)), fix="Make a new plan for this model."
         )
     problem = _more_than(first, model, {str(first.experts): module})
     reason = f"module: it also holds {problem}" if problem else ""

@@ -208,11 +208,9 @@ class Batch:
             if self._closing:
                 raise closed()
             if len(self._waiting) >= self.max_queue + self._free():
+                expected = f"at most {self.max_queue} waiting, beside a batch of {self.max_batch_size}"
                 raise BusyError(
-                    "sequences",
-                    expected=f"at most {self.max_queue} waiting, beside a batch of {self.max_batch_size}",
-                    found=f"{len(self._waiting)} waiting",
-                    fix="Try again later.",
+                    "sequences", expected=expected, found=f"{len(self._waiting)} waiting", fix="Try again later."
                 )
             self._waiting.append(sequence)
             self._changed.notify()

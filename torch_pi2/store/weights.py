@@ -196,11 +196,9 @@ class QuantizedWeights(TensorReader):
     def check_activations(self, int8_activations: bool) -> None:
         """Raises ConfigError: int8 activations with float weights."""
         if int8_activations and self.weights == "float":
+            found, fix = "'int8'", "Pack the float checkpoint with weights='int8' or 'int4'."
             raise ConfigError(
-                f"activations for {self.path}",
-                expected=f"float, as the weights are {self.kind}",
-                found="'int8'",
-                fix="Pack the float checkpoint with weights='int8' or 'int4'.",
+                f"activations for {self.path}", expected=f"float, as the weights are {self.kind}", found=found, fix=fix
             )
 
     def check_plan(self, plan: Plan) -> None:

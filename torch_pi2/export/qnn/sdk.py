@@ -51,11 +51,9 @@ def find() -> Libraries:
         try:
             distribution = importlib.metadata.distribution(PACKAGE)
         except importlib.metadata.PackageNotFoundError as error:
+            expected = f"{PACKAGE} {' or '.join(PACKAGE_VERSIONS)}, or an SDK named by QNN_SDK_ROOT"
             raise LibraryMissingError(
-                "Qualcomm's libraries (QNN)",
-                expected=f"{PACKAGE} {' or '.join(PACKAGE_VERSIONS)}, or an SDK named by QNN_SDK_ROOT",
-                found="neither",
-                fix=f"{how()} (docs/QNN.md).",
+                "Qualcomm's libraries (QNN)", expected=expected, found="neither", fix=f"{how()} (docs/QNN.md)."
             ) from error
         version = distribution.version
         if version not in PACKAGE_VERSIONS:
