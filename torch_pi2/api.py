@@ -148,11 +148,7 @@ def _warn_of_few(stats: ActivationStats) -> None:
         log.warning(
             "%d of %d experts were routed fewer than %d calibration tokens (%s: %d): they are also measured on tokens "
             "of their block that went to other experts; calibrate on more text",
-            len(few),
-            len(experts),
-            MIN_TOKENS,
-            least.key,
-            least.tokens - least.borrowed,
+            *(len(few), len(experts), MIN_TOKENS, least.key, least.tokens - least.borrowed),
         )
 
 

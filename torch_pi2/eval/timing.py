@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,7 @@ class DecodeTiming:
 @contextmanager
 def _clocked(model: nn.Module, names: Iterable[str]) -> Iterator[list[float]]:
     """The seconds of each call of the named modules, by forward hooks."""
-    seconds, started, handles = [], 0.0, []
+    seconds, started = list[float](), 0.0
 
     def enter(*_: Any) -> None:
         nonlocal started
@@ -46,14 +46,11 @@ def _clocked(model: nn.Module, names: Iterable[str]) -> Iterator[list[float]]:
     def leave(*_: Any) -> None:
         seconds.append(time.perf_counter() - started)
 
-    try:
-        for name in names:
-            module = model.get_submodule(name)
-            handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+    with ExitStack() as hooks:
+        for module in map(model.get_submodule, names):
+            hooks.enter_context(module.register_forward_pre_hook(enter))
+            hooks.enter_context(module.register_forward_hook(leave))
         yield seconds
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _decode_round(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -97,16 +97,13 @@ def calls_of(
             if not enough(module):
                 calls[module].append([t.expand(batch, *t.shape[1:])[i : i + 1, :tokens] for t in taken])
 
-    hooks = [module.register_forward_pre_hook(keep, with_kwargs=True) for module in modules]
-    try:
-        with torch.no_grad(), evaluating(model):
-            for batch in _batches(data, tokenizer):
-                batch.call(model)
-                if enough(modules[0]):
-                    break
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, torch.no_grad(), evaluating(model):
+        for module in modules:
+            hooks.enter_context(module.register_forward_pre_hook(keep, with_kwargs=True))
+        for batch in _batches(data, tokenizer):
+            batch.call(model)
+            if enough(modules[0]):
+                break
     return [calls[module] for module in modules]
 
 

@@ -7,16 +7,14 @@ a new prompt starts at position 0.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch import nn
 
 from torch_pi2.base.fields import argument
-from torch_pi2.base.memory import trim
+from torch_pi2.base.memory import trim, untouched_zeros
 from torch_pi2.decode.kv_cache import cache_name, cache_of
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.export.attention import (
@@ -34,11 +32,6 @@ from torch_pi2.export.program import MethodSpec, named_failures
 from torch_pi2.layers.prompt import sparse_only
 
 _NOT_YET = "Run it with PyTorch; this attention is not in the exporter yet."
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros in memory that is committed on write: caches are large, and tracing reads only shapes."""
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 class Lanes(nn.Module):
@@ -66,9 +59,9 @@ class Lanes(nn.Module):
             for kind, one in (("key", layer.keys), ("value", layer.values)):
                 if self.ours:
                     row = packed(torch.zeros(width), KV_DTYPES[kv])
-                    cache = _zeros((lanes, one.shape[1], max_tokens, len(row)), row.dtype)
+                    cache = untouched_zeros((lanes, one.shape[1], max_tokens, len(row)), row.dtype)
                 else:
-                    cache = _zeros((lanes * max_tokens, one.shape[1], one.shape[3]), torch.float32)
+                    cache = untouched_zeros((lanes * max_tokens, one.shape[1], one.shape[3]), torch.float32)
                 self.register_buffer(f"{kind}_{i}", cache, persistent=False)
         self.register_buffer("slots", torch.arange(max_tokens), persistent=False)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -315,14 +316,13 @@ def attention_calls(lanes: Lanes, dtype: torch.dtype | None = None) -> list[Atte
             index, cache, names[module], module, layer.window, others, *shapes, dtype or layer.keys.dtype, len(output)
         )
 
-    hooks = [m.register_forward_hook(seen, with_kwargs=True) for m, name in names.items() if name]
     zero = torch.zeros((1, 1), dtype=torch.int64)
-    try:
+    with ExitStack() as after:
+        after.callback(lanes.forget)
+        for module, name in names.items():
+            if name:
+                after.enter_context(module.register_forward_hook(seen, with_kwargs=True))
         lanes.run(zero, zero, zero[0], lambda cache: cache[:1])
-    finally:
-        for hook in hooks:
-            hook.remove()
-        lanes.forget()
     if len(found) != lanes.layers:
         raise _refused(model, f"one that {lanes.layers - len(found)} of {lanes.layers} layers do not have")
     return [found[i] for i in range(lanes.layers)]

@@ -203,9 +203,7 @@ def _report(
         log.warning(
             "predictors change the loss by %.2f %%, more than the tolerance of %.2f %%, after %d rounds: "
             "calibrate on more text or raise max_rounds",
-            100 * change,
-            100 * settings.tolerance,
-            len(search.rounds),
+            *(100 * change, 100 * settings.tolerance, len(search.rounds)),
         )
     return report
 
