@@ -164,7 +164,7 @@ class Batch:
         self._vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
         divided = self._group is not None and self._group.divides_kv
         if prefix_bytes and self._decoder.has_states:
-            _log.warning("%s has recurrent states: shared prefixes of prompts are read anew", type(model).__name__)
+            log.warning("%s has recurrent states: shared prefixes of prompts are read anew", type(model).__name__)
         divided = divided or self._decoder.has_states
         self.prefixes = PrefixCache(0 if divided else prefix_bytes, ways=prompt_path_lengths(model))
         self._reading: tuple[Sequence, Generator[int]] | None = None

@@ -261,8 +261,7 @@ def family_of(file: GgufFile) -> Family:
 
 def rows_in_file(rows: int, heads: int) -> torch.Tensor:
     """``[rows]``: row in the file of each row of the model, for permuted tensors (interleaved halves of heads)."""
-    order: torch.Tensor = torch.arange(rows).unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(-1)
-    return order
+    return torch.arange(rows).unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(-1)
 
 
 class ArchMetadata:
@@ -452,8 +451,7 @@ def llama3_divisors(pairs: int, theta: float, rule: Mapping[str, Any]) -> torch.
     turns = rule["original_max_position_embeddings"] * theta ** -(torch.arange(pairs) / pairs) / (2 * math.pi)
     low, high = rule["low_freq_factor"], rule["high_freq_factor"]
     smooth = ((turns - low) / (high - low)).clamp(0, 1)
-    divisors: torch.Tensor = 1 / ((1 - smooth) / rule["factor"] + smooth)
-    return divisors
+    return 1 / ((1 - smooth) / rule["factor"] + smooth)
 
 
 def _special(file: GgufFile, family: Family, config: dict[str, Any], meta: ArchMetadata) -> None:

@@ -65,8 +65,7 @@ def tensor_names(family: Family, blocks: int) -> Any:
 def gguf_name(names: Any, family: Family, module: str) -> str | None:
     """A module's name in the file, by :func:`tensor_names`."""
     others = (module.replace(ours, theirs) for ours, theirs in family.names.items())
-    found: str | None = next(filter(None, map(names.get_name, (module, *others))), None)
-    return found
+    return next(filter(None, map(names.get_name, (module, *others))), None)
 
 
 def stack_name(block: int, role: str) -> str:
@@ -265,8 +264,7 @@ def _values(rows: torch.Tensor, tensor: GgufTensor) -> torch.Tensor:
     if name in _FLOATS:
         return _check_finite(rows.view(_FLOATS[name]), tensor.name)
     if (own := own_format(name)) is not None:
-        values: torch.Tensor = torch.ops.pi2.dequantize(own_rows(rows, tensor.type), own, tensor.columns, torch.float32)
-        return values
+        return torch.ops.pi2.dequantize(own_rows(rows, tensor.type), own, tensor.columns, torch.float32)
     gguf = gguf_package()
     try:
         made = gguf.quants.dequantize(rows.numpy(), gguf.GGMLQuantizationType[name])
