@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Iterable, Sequence
@@ -16,58 +17,14 @@ from torch_pi2.base.fields import Field, argument
 from torch_pi2.base.reading import parse, read_bytes
 from torch_pi2.ops import load
 
-_MB = 1e6
+_HERE, _MB = Path(__file__).parent, 1e6
 _WHERE_FROM = ("from", "assumed")
 _AXES = {"random": ("block_bytes", "range_bytes", "depth"), "sequential": ("block_bytes", "depth")}
 _FIX = "Correct the description; its format is in docs/DEVICES.md."
 
 
-_KB4, _KB512, _MB128, _MB512 = 4 << 10, 512 << 10, 128 << 20, 512 << 20
-_PAPER = "PowerInfer-2, arXiv 2406.06282v3"
-_MEASURED, _TABLE_1 = f"{_PAPER}, measurements of UFS 4.0 around Fig. 3b", f"{_PAPER}, Table 1"
-
-
-def _rate(at: Sequence[int], mb_per_s: float, assumed: str, published: str = "") -> dict[str, Any]:
-    """A row of a table; ``at``: block, range and depth of random reads, block and depth of sequential ones."""
-    axes = _AXES["random" if len(at) == 3 else "sequential"]
-    row = {**dict(zip(axes, at, strict=True)), "mb_per_s": mb_per_s, "assumed": assumed}
-    return row | ({"from": published} if published else {})
-
-
-_UFS_4_0: dict[str, Any] = {
-    "name": "ufs-4.0",
-    "source": f"{_PAPER}: OnePlus 12, Snapdragon 8 Gen 3, UFS 4.0",
-    "latency_us": {
-        "value": 5.3,
-        "assumed": "what 4 KB take longer at 450 MB/s (sequential, if one at a time) than at 1,076 MB/s (if 32 are)",
-    },
-    "max_depth": {"value": 32, "from": "Ripple, arXiv 2410.19274: one command queue of 32 entries"},
-    "random": [
-        _rate((_KB4, _MB128, 32), 1076.10, "the depth", f"{_TABLE_1}, big core"),
-        _rate((_KB4, _MB512, 32), 850, "just below; the depth and the core", f"{_MEASURED}: below 850 MB/s"),
-        _rate((_KB512, _MB128, 32), 3500, "the range, the depth and the core", _MEASURED),
-        _rate(
-            (_KB512, _MB512, 32),
-            3500,
-            "no effect of the range at this size; the paper says that it is strongest for small blocks",
-        ),
-    ],
-    "sequential": [
-        _rate(
-            (_KB4, 1),
-            450,
-            "the depth: less than random reads of this size can only be one at a time; the core",
-            _MEASURED,
-        ),
-        _rate((_KB4, 32), 1076.10, "as random reads over 128 MB"),
-        _rate((_KB512, 1), 3844.5, "4,000 MB/s and the latency"),
-        _rate((_KB512, 32), 4000, "the depth and the core", _MEASURED),
-    ],
-}
-
-
-#: Built-in descriptions; ``from``: a figure's source, ``assumed``: the parts of it that were not published.
-PRESETS: dict[str, dict[str, Any]] = {"ufs-4.0": _UFS_4_0}
+#: Built-in descriptions, files beside this module; ``from``: a figure's source, ``assumed``: what was not published.
+PRESETS: dict[str, dict[str, Any]] = {path.stem: json.loads(path.read_text()) for path in _HERE.glob("*.json")}
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,10 @@ values above zero there, and the bias subtracts it again.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -218,43 +220,10 @@ def random_rows(count: int, columns: int, weights: str, deviation: float, genera
     return rows
 
 
-def _sizes(
-    model_type: str, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocabulary: int, **more: Any
-) -> dict[str, Any]:
-    return {
-        "model_type": model_type,
-        "hidden_size": hidden,
-        "moe_intermediate_size" if model_type == "qwen3_moe" else "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocabulary,
-        **more,
-    }
-
-
-def _experts(count: int, used: int, **more: Any) -> dict[str, Any]:
-    return {"num_experts": count, "num_experts_per_tok": used, "norm_topk_prob": True, **more}
-
-
-#: ``llama-1b`` has the sizes of TinyLlama-like benchmarks (2048, 8192, 16 layers), not of a published model;
-#: ``llama-13b`` has those of Llama-2-13B, ``llama-70b`` those of Llama-3-70B; ``smallthinker-4b`` and ``gpt-oss-20b``
-#: those of SmallThinker-4B-A0.6B and gpt-oss-20b, in the form of Qwen3-MoE.
-SHAPES: dict[str, dict[str, Any]] = {
-    "mistral-7b": _sizes("mistral", 4096, 14336, 32, 32, 8, 32000, sliding_window=None, max_position_embeddings=32768),
-    "llama-1b": _sizes("llama", 2048, 8192, 16, 32, 8, 32000),
-    "llama-13b": _sizes("llama", 5120, 13824, 40, 40, 40, 32000),
-    "llama-70b": _sizes("llama", 8192, 28672, 80, 64, 8, 128256),
-    "qwen2-7b": _sizes("qwen2", 3584, 18944, 28, 28, 4, 152064),
-    "mixtral-8x7b": _sizes(
-        "mixtral", 4096, 14336, 32, 32, 8, 32000, num_local_experts=8, num_experts_per_tok=2, sliding_window=None
-    ),
-    "smallthinker-4b": _sizes("qwen3_moe", 1536, 768, 32, 12, 2, 32000, **_experts(32, 4, head_dim=128)),
-    "qwen3-30b-a3b": _sizes("qwen3_moe", 2048, 768, 48, 32, 4, 151936, **_experts(128, 8, head_dim=128)),
-    "gpt-oss-20b": _sizes("qwen3_moe", 2880, 2880, 24, 64, 8, 201088, **_experts(32, 4, head_dim=64)),
-    "tiny": _sizes("llama", 256, 1024, 4, 8, 2, 1024),
-}
-SHAPES["mixtral-8x7b-quarter"] = SHAPES["mixtral-8x7b"] | {"num_hidden_layers": 8}
+#: Sizes by name. ``llama-1b`` has the sizes of TinyLlama-like benchmarks (2048, 8192, 16 layers), not of a published
+#: model; ``llama-13b`` has those of Llama-2-13B, ``llama-70b`` those of Llama-3-70B; ``smallthinker-4b`` and
+#: ``gpt-oss-20b`` those of SmallThinker-4B-A0.6B and gpt-oss-20b, in the form of Qwen3-MoE.
+SHAPES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("shapes.json").read_text())
 #: Configuration and causal model classes of transformers, by ``model_type``.
 CLASSES = {
     "llama": "Llama",

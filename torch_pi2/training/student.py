@@ -86,35 +86,7 @@ def with_lora(student: Any, rank: int, seed: int) -> Any:
 
 
 _MODULE = "modeling_drelu"
-_TEMPLATE = '''\
-"""{model} whose feed-forward layers are dReLU (TurboSparse, arXiv 2406.05955): relu(x Wg) * relu(x Wu).
-
-Written by torch-pi2 sparsify. transformers runs it with trust_remote_code=True; it knows nothing of torch_pi2.
-"""
-
-import torch
-from {config_module} import {config}
-from {model_module} import {ffn}, {model}
-
-
-class DReLU{config}({config}):
-    model_type = "drelu_{model_type}"
-
-
-class DReLU{ffn}({ffn}):
-    def forward(self, x):
-        return self.down_proj(torch.relu(self.gate_proj(x)) * torch.relu(self.up_proj(x)))
-
-
-class DReLU{model}({model}):
-    config_class = DReLU{config}
-
-    def __init__(self, config):
-        super().__init__(config)
-        for module in self.modules():
-            if type(module) is {ffn}:
-                module.__class__ = DReLU{ffn}
-'''
+_TEMPLATE = Path(__file__).with_name(f"{_MODULE}.py.template")
 
 
 @dataclass(frozen=True)
@@ -140,7 +112,7 @@ def drelu_code(dense: Any, sites: Sequence[FFNSite]) -> Code:
     if len(owners) != 1 or not of_transformers:
         raise _refused(kind, f"classes {', '.join(sorted(c.__module__ for c in (kind, *owners)))}")
     (owner,) = owners
-    text = _TEMPLATE.format(
+    text = _TEMPLATE.read_text().format(
         model=kind.__name__,
         model_module=kind.__module__,
         config=config_kind.__name__,
