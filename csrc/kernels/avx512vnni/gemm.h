@@ -117,10 +117,16 @@ inline void prepare_gemm(const float* x, std::int64_t n, void* out, std::int32_t
   }
 }
 
-inline std::int32_t four_values(const std::int8_t* p) {
+inline std::int32_t four_values(const void* p) {
   std::int32_t four;
   std::memcpy(&four, p, sizeof(four));
   return four;
+}
+
+inline float float_at(const char* p) {
+  float number;
+  std::memcpy(&number, p, sizeof(number));
+  return number;
 }
 
 // Columns of panels that stay in the first-level cache while all tokens use them.
@@ -133,72 +139,90 @@ struct Panels {
   std::int64_t first;
 };
 
-// The groups [begin, end) of all rows; sums go on from what is in `out` unless begin is 0.
+// The groups [begin, end) of all rows; sums go on from what is in `out` unless begin is 0. What belongs to a group is
+// found from one pointer to each input and offsets that all have in common: more pointers would not fit the registers.
+// Nor would the sums with halves, which are then in memory.
 template <PanelOf kOf, int kPanels, int kTokens>
 inline void gemm_tile(const Panels& panels, const void* const* x_T, std::int64_t n, std::int64_t begin,
                       std::int64_t end, float* out, std::int64_t ldo) {
   constexpr std::int64_t kParts = kOf == PanelOf::kHalves ? 2 : 1;    // of a group, with a scale each
   constexpr std::int64_t kVectors = kOf == PanelOf::kScales ? 1 : 2;  // of floats
+  constexpr std::int64_t kSteps = kStepsOfGroup / kParts;
   const char* w[kPanels];
-  const float* w_scale[kPanels];
-  const std::int8_t* x[kTokens];
-  const float* x_scale[kTokens];
-  const std::int32_t* start[kTokens];
+  const float* w_floats[kPanels];
+  const char* x[kTokens];
   __m512 sum[kPanels][kTokens];
   for (int p = 0; p < kPanels; ++p) {
-    w[p] = panels.values[p];
-    w_scale[p] = panels.floats[p];
+    w[p] = panels.values[p] + (begin - panels.first) * kStepsOfGroup * 64;
+    w_floats[p] = panels.floats[p] + (begin - panels.first) * kVectors * kPanelRows;
     for (int t = 0; t < kTokens; ++t)
       sum[p][t] = begin == 0 ? _mm512_setzero_ps() : _mm512_loadu_ps(out + t * ldo + p * kPanelRows);
   }
-  for (int t = 0; t < kTokens; ++t) {
-    const GemmInput input(x_T[t], n);
-    x[t] = input.values;
-    x_scale[t] = input.scale;
-    start[t] = input.start;
-  }
-  for (std::int64_t part = begin * kParts; part < end * kParts; ++part) {
-    const std::int64_t g = part / kParts, at = part - panels.first * kParts;  // in the panels
-    __m512i acc[kPanels][kTokens];
-    for (int t = 0; t < kTokens; ++t)
-      for (int p = 0; p < kPanels; ++p)
-        acc[p][t] = kOf == PanelOf::kMinima ? _mm512_setzero_si512() : _mm512_set1_epi32(start[t][part]);
-    for (std::int64_t s = 0; s < kStepsOfGroup / kParts; ++s) {
-      constexpr std::int64_t kSteps = kStepsOfGroup / kParts;
-      __m512i v[kPanels];
-      for (int p = 0; p < kPanels; ++p) v[p] = _mm512_loadu_si512(w[p] + (at * kSteps + s) * 64);
-      for (int t = 0; t < kTokens; ++t) {
-        const __m512i four = _mm512_set1_epi32(four_values(x[t] + 4 * (part * kSteps + s)));
-        for (int p = 0; p < kPanels; ++p) acc[p][t] = _mm512_dpbusd_epi32(acc[p][t], v[p], four);
+  for (int t = 0; t < kTokens; ++t) x[t] = static_cast<const char*>(x_T[t]);
+  std::int64_t scale_at = padded(n) + 4 * begin, start_at = padded(n) + 4 * (padded(n) / kGroup + begin * kParts);
+  for (std::int64_t at = begin * kGroup; at < end * kGroup; at += kGroup, scale_at += 4) {
+    __m512 product[kPanels][kTokens];  // with halves: of both
+    if constexpr (kOf == PanelOf::kHalves) __asm__("" : "+m"(sum));
+#pragma GCC unroll 2
+    for (int part = 0; part < kParts; ++part, start_at += 4) {
+      __m512i acc[kPanels][kTokens];
+      for (int t = 0; t < kTokens; ++t)
+        for (int p = 0; p < kPanels; ++p)
+          acc[p][t] =
+              kOf == PanelOf::kMinima ? _mm512_setzero_si512() : _mm512_set1_epi32(four_values(x[t] + start_at));
+#pragma GCC unroll 8
+      for (std::int64_t s = part * kSteps; s < (part + 1) * kSteps; ++s) {
+        __m512i v[kPanels];
+        for (int p = 0; p < kPanels; ++p) v[p] = _mm512_loadu_si512(w[p] + s * 64);
+        for (int t = 0; t < kTokens; ++t) {
+          const __m512i four = _mm512_set1_epi32(four_values(x[t] + at + 4 * s));
+          for (int p = 0; p < kPanels; ++p) acc[p][t] = _mm512_dpbusd_epi32(acc[p][t], v[p], four);
+        }
+      }
+      for (int p = 0; p < kPanels; ++p) {
+        const __m512 scale = _mm512_loadu_ps(w_floats[p] + part * kPanelRows);
+        for (int t = 0; t < kTokens; ++t) {
+          const __m512 by = _mm512_set1_ps(float_at(x[t] + scale_at)), whole = _mm512_cvtepi32_ps(acc[p][t]);
+          if constexpr (kOf != PanelOf::kHalves)
+            sum[p][t] = _mm512_fmadd_ps(whole, _mm512_mul_ps(scale, by), sum[p][t]);
+          else if (part == 0)
+            product[p][t] = _mm512_mul_ps(whole, scale);
+          else
+            sum[p][t] = _mm512_fmadd_ps(_mm512_fmadd_ps(whole, scale, product[p][t]), by, sum[p][t]);
+        }
+        if constexpr (kOf == PanelOf::kMinima) {
+          const __m512 least = _mm512_loadu_ps(w_floats[p] + kPanelRows);
+          for (int t = 0; t < kTokens; ++t)
+            sum[p][t] = _mm512_fmadd_ps(least, _mm512_set1_ps(float_at(x[t] + start_at)), sum[p][t]);
+        }
       }
     }
     for (int p = 0; p < kPanels; ++p) {
-      const float* floats = w_scale[p] + kPanelRows * (kVectors / kParts) * at;
-      const __m512 scale = _mm512_loadu_ps(floats);
-      for (int t = 0; t < kTokens; ++t)
-        sum[p][t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[p][t]), _mm512_mul_ps(scale, _mm512_set1_ps(x_scale[t][g])),
-                                    sum[p][t]);
-      if constexpr (kOf == PanelOf::kMinima) {
-        const __m512 least = _mm512_loadu_ps(floats + kPanelRows);
-        for (int t = 0; t < kTokens; ++t) {
-          const __m512 by = _mm512_castsi512_ps(_mm512_set1_epi32(start[t][g]));
-          sum[p][t] = _mm512_fmadd_ps(least, by, sum[p][t]);
-        }
-      }
+      w[p] += kStepsOfGroup * 64;
+      w_floats[p] += kVectors * kPanelRows;
     }
   }
   for (int p = 0; p < kPanels; ++p)
     for (int t = 0; t < kTokens; ++t) _mm512_storeu_ps(out + t * ldo + p * kPanelRows, sum[p][t]);
 }
 
-// All tokens in tiles of kTokens, those that are left in a smaller one.
+// One tile of `count` tokens, at most kTokens.
+template <PanelOf kOf, int kPanels, int kTokens>
+inline void gemm_tile_of(std::int64_t count, const Panels& panels, const void* const* x_T, std::int64_t n,
+                         std::int64_t begin, std::int64_t end, float* out, std::int64_t ldo) {
+  if (count == kTokens) return gemm_tile<kOf, kPanels, kTokens>(panels, x_T, n, begin, end, out, ldo);
+  if constexpr (kTokens > 1) gemm_tile_of<kOf, kPanels, kTokens - 1>(count, panels, x_T, n, begin, end, out, ldo);
+}
+
+// All tokens in tiles of at most kTokens, all of about one size.
 template <PanelOf kOf, int kPanels, int kTokens>
 inline void gemm_chunk(const Panels& panels, const void* const* x_T, std::int64_t tokens, std::int64_t n,
                        std::int64_t begin, std::int64_t end, float* out, std::int64_t ldo) {
-  for (; tokens >= kTokens; tokens -= kTokens, x_T += kTokens, out += kTokens * ldo)
-    gemm_tile<kOf, kPanels, kTokens>(panels, x_T, n, begin, end, out, ldo);
-  if constexpr (kTokens > 1)
-    if (tokens > 0) gemm_chunk<kOf, kPanels, kTokens - 1>(panels, x_T, tokens, n, begin, end, out, ldo);
+  for (std::int64_t t = 0, count = 0; t < tokens; t += count) {
+    const std::int64_t tiles = (tokens - t + kTokens - 1) / kTokens;
+    count = (tokens - t + tiles - 1) / tiles;
+    gemm_tile_of<kOf, kPanels, kTokens>(count, panels, x_T + t, n, begin, end, out + t * ldo, ldo);
+  }
 }
 
 template <PanelOf kOf, int kPanels, int kTokens>

@@ -122,6 +122,7 @@ struct GgmlBlocks {
       start[t] = input.start + some.begin * kParts;
       sum[t] = some.begin == 0 ? _mm512_setzero_ps() : _mm512_loadu_ps(out + t * ldo);
     }
+    __m512 product[kTokens];  // with halves: of the first one
     const char* w = block + some.begin / kGroups * kBytes;
     for (std::int64_t g = some.begin; g < some.end; g += kGroups, w += kBytes) {
       const auto ahead = reinterpret_cast<std::uintptr_t>(w) + kAheadBytes;  // may pass the matrix's end
@@ -140,9 +141,15 @@ struct GgmlBlocks {
             acc[t] = _mm512_dpbusd_epi32(acc[t], v, _mm512_set1_epi32(four_values(x[t] + group * kGroup + 4 * s)));
         }
         const __m512 scale = of.scale(part);
-        for (int t = 0; t < kTokens; ++t)
-          sum[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[t]), _mm512_mul_ps(scale, _mm512_set1_ps(x_scale[t][group])),
-                                   sum[t]);
+        for (int t = 0; t < kTokens; ++t) {
+          const __m512 by = _mm512_set1_ps(x_scale[t][group]), whole = _mm512_cvtepi32_ps(acc[t]);
+          if constexpr (kParts == 1)
+            sum[t] = _mm512_fmadd_ps(whole, _mm512_mul_ps(scale, by), sum[t]);
+          else if (part % 2 == 0)
+            product[t] = _mm512_mul_ps(whole, scale);
+          else
+            sum[t] = _mm512_fmadd_ps(_mm512_fmadd_ps(whole, scale, product[t]), by, sum[t]);
+        }
         if constexpr (kMinima) {
           const __m512 minimum = of.minimum(part);
           for (int t = 0; t < kTokens; ++t)
@@ -188,7 +195,17 @@ struct GgmlBlocks {
         }
       }
     }
-    gemm_chunk<kOf, kPanels, kTokens>(panels, x_T, tokens, n, begin, end, out, ldo);
+    // What the next call reads: these blocks' next columns, or the blocks behind them (or behind the matrix).
+    const char* ahead[kPanels];
+    for (int p = 0; p < kPanels; ++p)
+      ahead[p] = blocks + (end == groups(n) ? kPanels * stride : end / kGroups * kBytes) + p * stride;
+    constexpr std::int64_t kSome = 4 * kTokens, kBehind = kChunkColumns / kGroup / kGroups * kBytes;
+    for (std::int64_t t = 0; t < tokens; t += kSome) {
+      const std::int64_t count = std::min(kSome, tokens - t), line = kBehind * t / tokens / 64 * 64;
+      for (const char* p : ahead)
+        for (std::int64_t at = line; at < kBehind * (t + count) / tokens; at += 64) _mm_prefetch(p + at, _MM_HINT_T1);
+      gemm_chunk<kOf, kPanels, kTokens>(panels, x_T + t, count, n, begin, end, out + t * ldo, ldo);
+    }
   }
 
   static void dot(PI2_DOT_BLOCKS_ARGS) {
