@@ -19,9 +19,10 @@ namespace {
 constexpr std::int64_t kTokenTile = 64;
 constexpr std::int64_t kAheadBytes = 12288;  // prefetch distance: memory latency is about 200 ns
 constexpr std::int64_t kTinyWeights = 1 << 18;
-constexpr std::int64_t kBlocksTokens = 128;  // tokens whose inputs fit the second-level cache
+constexpr std::int64_t kBlocksTokens = 256;
 constexpr std::int64_t kTwoBlocksFrom = 2;
 constexpr std::int64_t kItems = 4, kItemBytes = 160 << 10;  // of a thread, at most; of an item of few tokens, at least
+constexpr std::int64_t kPromptItems = 16;                   // of a thread
 // Bytes of prepared inputs that are used together, and of the rows of such passes. With more inputs, several passes
 // over rows in the second-level cache are faster than reading the inputs from there for each pair of rows.
 constexpr std::int64_t kInputBytes = 32768, kPassBytes = 131072;
@@ -71,7 +72,7 @@ struct BlocksPass {
   PrepareFn prepare;
   DotBlocksFn dot;
   std::int64_t first_t, tokens, item_blocks;
-  float* plain_TW;
+  float* plain_TW;           // room for inputs that are not float32
   void* x_T[kBlocksTokens];  // prepared
 
   std::int64_t blocks() const { return args.rows / kPanelRows; }
@@ -79,6 +80,7 @@ struct BlocksPass {
 
   void input(std::int64_t t) const {
     const char* x = static_cast<const char*>(args.x) + (first_t + t) * row_bytes(args.x_dtype, args.columns);
+    if (args.x_dtype == DType::kF32) return prepare(reinterpret_cast<const float*>(x), args.columns, x_T[t]);
     float* plain = plain_TW + t * padded(args.columns);
     widen(x, args.x_dtype, plain, args.columns);
     prepare(plain, args.columns, x_T[t]);
@@ -106,21 +108,24 @@ struct BlocksPass {
   }
 };
 
-// Of rows of `bytes` in all. Prompts are bound by arithmetic: four items a thread balance. Fewer tokens are bound by
-// memory, and between items nothing is prefetched.
+// Of rows of `bytes` in all. Prompts are bound by arithmetic: many items balance. Fewer tokens are bound by memory, and
+// between items nothing is prefetched.
 std::int64_t items_of(std::int64_t bytes, std::int64_t tokens, std::int64_t threads) {
-  const std::int64_t fit = tokens < kGemmTokens ? bytes / (threads * kItemBytes) : kItems;
-  return threads * std::max<std::int64_t>(1, std::min(kItems, fit));
+  if (tokens >= kGemmTokens) return threads * kPromptItems;
+  return threads * std::max<std::int64_t>(1, std::min(kItems, bytes / (threads * kItemBytes)));
 }
 
 void linear_blocks(const LinearArgs& args, const KernelTable& table, const ParallelFor& parallel) {
   const int w = static_cast<int>(args.w_dtype);
-  const std::int64_t tile = std::min(kBlocksTokens, args.tokens), width = gemm_input_bytes(args.columns) / 4;
+  // Inputs that are not float32 take more memory, and then fewer tokens share a pass.
+  const std::int64_t most = args.x_dtype == DType::kF32 ? kBlocksTokens : kBlocksTokens / 2;
+  const std::int64_t tile = std::min(most, args.tokens), width = gemm_input_bytes(args.columns) / 4;
   const std::int64_t blocks = args.rows / kPanelRows, threads = std::max(1, parallel.threads);
   const std::int64_t items = items_of(args.rows * row_bytes(args.w_dtype, args.columns), args.tokens, threads);
   const std::int64_t share = std::max<std::int64_t>(1, std::min<std::int64_t>(64, (blocks + items - 1) / items));
   const std::int64_t item_blocks = args.tokens < kTwoBlocksFrom ? share : (share + 1) / 2 * 2;
-  float* x_TW = scratch(Scratch::kInput, tile * (width + padded(args.columns)));
+  const std::int64_t plain = args.x_dtype == DType::kF32 ? 0 : padded(args.columns);
+  float* x_TW = scratch(Scratch::kInput, tile * (width + plain));
   for (std::int64_t start = 0; start < args.tokens; start += tile) {
     const std::int64_t tokens = std::min(tile, args.tokens - start);
     BlocksPass pass{args,   table.prepare_gemm[w], table.dot_blocks[w], start,

@@ -17,6 +17,7 @@ from torch import nn
 
 from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.fields import argument, checked
+from torch_pi2.base.memory import keep_freed_memory
 from torch_pi2.base.progress import log_once
 from torch_pi2.decode.attention import adds_masks, masks_of, packed_attention
 from torch_pi2.decode.broadcast import announce, broadcast_call, check_coordinated, group_of
@@ -48,14 +49,8 @@ VERIFIED = 8
 
 #: Inductor settings of a step. Size asserts cost more than the small kernels between our operators, and waking a second
 #: thread takes longer than running one. Freezing would copy the weights.
-_INDUCTOR = {
-    "freezing": False,
-    "size_asserts": False,
-    "alignment_asserts": False,
-    "scalar_asserts": False,
-    "cpp.dynamic_threads": False,
-    "cpp.threads": 1,
-}
+_OFF = ("freezing", "size_asserts", "alignment_asserts", "scalar_asserts", "cpp.dynamic_threads")
+_INDUCTOR = {**dict.fromkeys(_OFF, False), "cpp.threads": 1}
 
 
 def _check_ids(ids_BT: torch.Tensor, what: str) -> None:
@@ -178,9 +173,8 @@ class Decoder:
         self._dtype = getattr(model, "dtype", None)
         if grows := recorded is not True and attends_itself(model):
             self.compiled, self.recorded = False, False
-        self._grows = grows
         self._inspect_model()
-        self._kv = KeyValues(model, max_tokens, batch, self.device, grows)
+        self._grows, self._kv = grows, KeyValues(model, max_tokens, batch, self.device, grows)
         self._continues = True  # until a chunk of a prompt does not use the states of the one before
         self.cache: Any = None
         self._cache_name = cache_name(model)
@@ -226,6 +220,7 @@ class Decoder:
             )
         handle = ModelState.of(self.model)
         budget = None if handle is None else handle.budget
+        keep_freed_memory()
         self._chunk_limit = 0
         if not self.chunk_tokens:
             self._chunk_limit = lossless_chunk_tokens(self.model) if budget is None else budget.piece_tokens
