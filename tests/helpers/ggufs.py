@@ -42,6 +42,16 @@ _GEMMA3N = {
     "vocab_size_per_layer_input": VOCABULARY,
     "activation_sparsity_pattern": [0.95] * 5,
 }
+_NEMOTRON_H = {
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 64,
+    "n_groups": 2,
+    "ssm_state_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "moe_shared_expert_intermediate_size": 512,
+}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "decoder_sparse_step": 1}
 #: Name -> model type and what its configuration says beside the common sizes.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -72,6 +82,30 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "jais2": ("jais2", {}),
     "nemotron": ("nemotron", {}),
     "gemma3n": ("gemma3n_text", _GEMMA3N),
+    "nemotron_h": ("nemotron_h", {**_NEMOTRON_H, "layers_block_type": ["linear_attention", "full_attention", "mlp"]}),
+    "nemotron_h_moe": (
+        "nemotron_h",
+        {
+            **_NEMOTRON_H,
+            "layers_block_type": ["linear_attention", "moe", "full_attention"],
+            "routed_scaling_factor": 2.5,
+        },
+    ),
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}),
+    "ministral3": (
+        "ministral3",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 50000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 8,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.5,
+            }
+        },
+    ),
     "bitnet": ("bitnet", {"tie_word_embeddings": True}),
     "bitnet_silu": ("bitnet", {"tie_word_embeddings": True, "hidden_act": "silu"}),
     "olmo": ("olmo", {"clip_qkv": 0.5}),
@@ -140,12 +174,30 @@ def written(folder: Path, file: Path) -> Path:
     config = AutoConfig.from_pretrained(folder)
     kind = "llama" if config.model_type == "mistral" else config.model_type
     family = next(family for family in FAMILIES if family.model_type == kind)
-    rope = dict(config.rope_parameters)
+    moe = "moe" in getattr(config, "layers_block_type", ())
+    if moe:
+        family = next(family for family in FAMILIES if family.arch == "nemotron_h_moe")
+    rope = dict(getattr(config, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0})
     rope = dict(rope.get("full_attention", rope))
     said = {key: getattr(config, attribute, None) for key, attribute in family.attributes.items()}
     said |= dict.fromkeys(("attention.key_length", "attention.value_length"), config.head_dim)
     said["rope.dimension_count"] = round(config.head_dim * rope.get("partial_rotary_factor", 1))
     writer = gguf.GGUFWriter(file, family.arch)
+    if family.model_type == "lfm2":
+        said["attention.head_count_kv"] = [2 * (one == "full_attention") for one in config.layer_types]
+    if rope["rope_type"] == "yarn":
+        said |= {"rope.scaling.type": "yarn", "rope.scaling.factor": rope["factor"]}
+        said["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+        said["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
+        said["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
+    if family.model_type == "nemotron_h":
+        kinds = {"full_attention": (config.num_key_value_heads, 0), "linear_attention": (0, 0)}
+        width = config.moe_intermediate_size if moe else config.intermediate_size
+        counts = [kinds.get(one, (0, width)) for one in config.layers_block_type]
+        said["attention.head_count_kv"], said["feed_forward_length"] = ([*one] for one in zip(*counts, strict=True))
+        said["attention.layer_norm_epsilon"] = config.layer_norm_epsilon
+        said["ssm.inner_size"] = config.mamba_head_dim * config.mamba_num_heads
+        said = {key: value for key, value in said.items() if moe or not key.startswith("expert")}
     if family.arch == "gemma3n":
         shares = torch.tensor(config.activation_sparsity_pattern)
         said["activation_sparsity_scale"] = torch.special.ndtri(shares).tolist()
@@ -176,15 +228,17 @@ def written(folder: Path, file: Path) -> Path:
         if number.isdigit() and (known := names.get_name(module)):
             found.setdefault(f"{known}.{suffix}", []).append(tensors[name])
             continue
-        if known := names.get_name(name):
-            found[f"{known}.weight"] = [tensors[name]]
-            continue
-        value, known = tensors[name], f"{gguf_name(names, family, base)}.{suffix}"
-        part = known.split(".")[-2].removeprefix("attn_")
+        value, known = tensors[name], gguf_name(names, family, name) or ""
+        if known.endswith((".ssm_a", ".ssm_d")):
+            value = (-value.exp() if known.endswith("a") else value)[:, None]
+        if "ssm_norm" in known:
+            value = value.view(config.n_groups, -1)
+        part = known.split(".")[-2:][0].removeprefix("attn_")
         if family.permuted and part in heads:  # halves of heads are interleaved
             value = value.unflatten(0, (heads[part], 2, -1)).transpose(1, 2).flatten(0, 2)
         if known.endswith("norm.weight"):
             value = value + family.norm_offset
+        value = value[:, 0] if value.dim() == 3 else value
         if known != "output.weight" or not config.tie_word_embeddings:
             found[known] = [value]
     if family.model_type == "olmo":

@@ -81,15 +81,14 @@ _FRACTIONS = (
     "rope.scale_linear",
     "scale",
     "clamp_kqv",
+    "multiplier",
 )
 #: Keys of other than numbers -> values that are known.
 _WORDS: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "relu2"),
-    "use_parallel_residual": (True, False),
+    **dict.fromkeys(("use_parallel_residual", "expert_weights_norm"), (True, False)),
 }
 _SLIDING = {"attention.sliding_window": "sliding_window"}
-_OLMOE = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
-_EXPERTS = {**_OLMOE, "expert_feed_forward_length": "moe_intermediate_size"}
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,8 @@ class Family:
     """One architecture.
 
     Attributes:
-        arch: in files. model_type: in transformers. needs: key that its files have (not 0), unlike others' of ``arch``.
+        arch: in files. kind: model_type in transformers, unless it is the same. needs: key that its files have (not 0),
+            unlike others of ``arch``.
         keys: key -> attribute, besides the common ones. fixed: attribute -> value built into llama.cpp.
         permuted: q and k have their rotary halves interleaved in the file. by_neuron: down has one row per neuron.
         norm_offset: difference between norm weights in the file and in the model.
@@ -107,9 +107,9 @@ class Family:
     """
 
     arch: str
-    model_type: str
     keys: Mapping[str, str] = field(default_factory=dict)
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=lambda: _SILU)
+    kind: str = ""
     needs: str = ""
     permuted: bool = False
     by_neuron: bool = False
@@ -120,12 +120,15 @@ class Family:
     names: Mapping[str, str] = field(default_factory=dict)
 
     @property
+    def model_type(self) -> str:
+        return self.kind or self.arch
+
+    @property
     def attributes(self) -> dict[str, str]:
         """Key -> attribute, with the epsilon of one kind of norm."""
-        found = {**_COMMON, **self.keys}
-        if _LAYER_NORM in self.keys:
-            del found[_RMS_NORM]
-        return found
+        return {
+            key: of for key, of in {**_COMMON, **self.keys}.items() if key != _RMS_NORM or _LAYER_NORM not in self.keys
+        }
 
     def permuted_part(self, tensor: str) -> str | None:
         """``q`` or ``k`` if rows of the tensor with this name are permuted, otherwise None."""
@@ -135,105 +138,74 @@ class Family:
 
 _SILU, _RELU2, _GELU = ({"hidden_act": name} for name in ("silu", "relu2", "gelu_pytorch_tanh"))
 _GEMMA = {"hidden_activation": "gelu_pytorch_tanh"}
-_CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
-_GEMMA3N = {
-    "altup.active_idx": "altup_active_idx",
-    "altup.num_inputs": "altup_num_inputs",
-    "embedding_length_per_layer_input": "hidden_size_per_layer_input",
-    "attention.shared_kv_layers": "num_kv_shared_layers",
-}
-_LOCAL_EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
-_ALL_EXPERTS = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+_CAPS = {name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")}
+_GEMMA3N = {f"altup.{name}": f"altup_{name}" for name in ("active_idx", "num_inputs")}
+_GEMMA3N |= {"embedding_length_per_layer_input": "hidden_size_per_layer_input"}
+_GEMMA3N |= {"attention.shared_kv_layers": "num_kv_shared_layers", **_SLIDING, **_CAPS}
+_USED = {"expert_used_count": "num_experts_per_tok"}
+_LOCAL = {"expert_count": "num_local_experts", **_USED}
+_EXPERTS = {"expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size", **_USED}
+_SHARED = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+_EVERY = {**_SILU, "decoder_sparse_step": 1, "mlp_only_layers": []}
 _BIASES = {"attention_bias": "attn_output.bias", "mlp_bias": "ffn_down.bias"}
-_QKV_BIAS = {"attention_bias": "attn_q.bias"}
-_GRANITE = {
-    "attention.scale": "attention_multiplier",
-    "embedding_scale": "embedding_multiplier",
-    "residual_scale": "residual_multiplier",
-    "logit_scale": "logits_scaling",
-}
-_CLIP = {"attention.clamp_kqv": "clip_qkv"}
+_QKV, _USE_BIAS = {"attention_bias": "attn_q.bias"}, {"use_bias": "attn_q.bias"}
+_NORM = {_LAYER_NORM: "layer_norm_eps"}
+_GRANITE = {"attention.scale": "attention_multiplier", "logit_scale": "logits_scaling"}
+_GRANITE |= {f"{name}_scale": f"{name}_multiplier" for name in ("embedding", "residual")}
+_COHERE = {**_NORM, "logit_scale": "logit_scale"}
+_STATES = {_RMS_NORM: "layer_norm_epsilon", "ssm.conv_kernel": "conv_kernel", "ssm.state_size": "ssm_state_size"}
+_STATES |= {"ssm.group_count": "n_groups", "ssm.time_step_rank": "mamba_num_heads", "ssm.inner_size": "mamba_head_dim"}
+_STATES |= {**_EXPERTS, "expert_count": "n_routed_experts", "expert_shared_count": "n_shared_experts"}
+_STATES |= {"expert_weights_norm": "norm_topk_prob", "expert_weights_scale": "routed_scaling_factor"}
+_STATES |= {"expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size"}
+_BACKBONE = {"model.": "backbone.", ".dt_bias": ".dt.bias", "correction_bias": "correction.bias"}
+_NEMOTRON_H: dict[str, Any] = {"kind": "nemotron_h", "told": _BIASES, "names": _BACKBONE}
 _BITNET = {"attn_sub_norm": "inner_attn_ln", "mlp.ffn_sub_norm": "mlp.ffn_layernorm"}
+_CLIP, _PARALLEL = {"attention.clamp_kqv": "clip_qkv"}, {"use_parallel_residual": "use_parallel_residual"}
+_ADJUST = "block_auto_adjust_ff_dim"
+_TEMPERATURE = "attention.temperature_scale"
 FAMILIES = (
-    Family("llama", "mixtral", _LOCAL_EXPERTS, {**_SILU, "sliding_window": None}, "expert_count", permuted=True),
-    Family("llama", "llama", fixed=_SILU, permuted=True, told=_BIASES),
+    Family("llama", _LOCAL, {**_SILU, "sliding_window": None}, "mixtral", needs="expert_count", permuted=True),
+    Family("llama", permuted=True, told=_BIASES),
     # PowerInfer's files: llama with ReLU (ProSparse, ReluLLaMA), with down matrices stored by neuron
-    Family("llama", "llama", fixed={"hidden_act": "relu"}, permuted=True, by_neuron=True, told=_BIASES),
-    Family("qwen2", "qwen2", fixed={**_SILU, "use_sliding_window": False}),
-    Family("qwen3", "qwen3", fixed={**_SILU, "use_sliding_window": False, "attention_bias": False}),
-    Family(
-        "qwen2moe",
-        "qwen2_moe",
-        {**_EXPERTS, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
-        {**_SILU, **_ALL_EXPERTS, "norm_topk_prob": False},
-    ),
-    Family("qwen3moe", "qwen3_moe", _EXPERTS, {**_SILU, **_ALL_EXPERTS, "norm_topk_prob": True}),
-    Family("gemma", "gemma", fixed={**_GELU, **_GEMMA}, norm_offset=1.0),
-    Family("gemma2", "gemma2", {**_SLIDING, **_CAPS}, _GEMMA, norm_offset=1.0, pattern=2),
-    Family("gemma3", "gemma3_text", _SLIDING, _GEMMA, norm_offset=1.0, pattern=6),
-    Family("gemma3n", "gemma3n_text", {**_SLIDING, **_CAPS, **_GEMMA3N}, _GEMMA, pattern=5),
-    Family("phi3", "phi3", _SLIDING, _SILU),
-    Family("olmo2", "olmo3", _SLIDING, _SILU, "attention.sliding_window", pattern=4),
-    Family("olmo2", "olmo2", fixed=_SILU),
-    Family("olmo", "olmo", {_LAYER_NORM: "layer_norm_eps", **_CLIP}, _SILU, permuted=True),
-    Family("olmoe", "olmoe", {**_OLMOE, **_CLIP}, {**_SILU, "norm_topk_prob": False}),
-    Family("arcee", "arcee", fixed=_RELU2, permuted=True, told=_BIASES),
-    Family("jais2", "jais2", {_LAYER_NORM: "layer_norm_eps"}, _RELU2, told=_BIASES),
-    Family("nemotron", "nemotron", {_LAYER_NORM: "norm_eps"}, _RELU2, norm_offset=1.0, told=_BIASES, partial=True),
-    Family("bitnet", "bitnet", {"hidden_act": "hidden_act"}, _SILU, names=_BITNET),
-    Family("granite", "granite", _GRANITE, _SILU, permuted=True, told=_BIASES),
-    Family(
-        "granitemoe",
-        "granitemoe",
-        {**_GRANITE, **_LOCAL_EXPERTS},
-        _SILU,
-        permuted=True,
-        names={".router": ".router.layer"},
-    ),
-    Family(
-        "command-r",
-        "cohere",
-        {_LAYER_NORM: "layer_norm_eps", "logit_scale": "logit_scale"},
-        _SILU,
-        told={**_QKV_BIAS, "use_qk_norm": "attn_q_norm.weight"},
-    ),
-    Family(
-        "cohere2",
-        "cohere2",
-        {_LAYER_NORM: "layer_norm_eps", "logit_scale": "logit_scale", **_SLIDING},
-        _SILU,
-        told=_QKV_BIAS,
-        pattern=4,
-    ),
-    Family("exaone", "exaone", fixed=_SILU),
-    Family("exaone4", "exaone4", _SLIDING, _SILU, pattern=4),
-    Family("ernie4_5", "ernie4_5", fixed=_SILU, told={"use_bias": "attn_q.bias"}),
-    Family("smollm3", "smollm3", fixed={**_SILU, "no_rope_layer_interval": 4}, permuted=True, told=_BIASES),
-    Family(
-        "seed_oss",
-        "seed_oss",
-        fixed=_SILU,
-        told={**_QKV_BIAS, "attention_out_bias": "attn_output.bias", "mlp_bias": "ffn_down.bias"},
-    ),
-    Family(
-        "starcoder2",
-        "starcoder2",
-        {_LAYER_NORM: "norm_epsilon"},
-        {**_GELU, "sliding_window": None},
-        told={"use_bias": "attn_q.bias"},
-    ),
-    Family(
-        "stablelm",
-        "stablelm",
-        {_LAYER_NORM: "layer_norm_eps", "use_parallel_residual": "use_parallel_residual"},
-        _SILU,
-        told={"use_qkv_bias": "attn_q.bias"},
-        partial=True,
-    ),
-    Family("phi2", "phi", {_LAYER_NORM: "layer_norm_eps"}, {"hidden_act": "gelu_new"}, partial=True),
-    Family("glm4", "glm4", fixed=_SILU, told=_QKV_BIAS, partial=True),
-    Family("chatglm", "glm", fixed=_SILU, told=_QKV_BIAS, partial=True),
-    Family("hunyuan-dense", "hunyuan_v1_dense", fixed=_SILU, told=_QKV_BIAS),
+    Family("llama", fixed={"hidden_act": "relu"}, permuted=True, by_neuron=True, told=_BIASES),
+    Family("mistral3", kind="ministral3", needs=_TEMPERATURE, permuted=True),
+    Family("mistral3", kind="llama", permuted=True),
+    Family("qwen2", fixed={**_SILU, "use_sliding_window": False}),
+    Family("qwen3", fixed={**_SILU, "use_sliding_window": False, "attention_bias": False}),
+    Family("qwen2moe", {**_EXPERTS, **_SHARED}, {**_EVERY, "norm_topk_prob": False}, "qwen2_moe"),
+    Family("qwen3moe", _EXPERTS, {**_EVERY, "norm_topk_prob": True}, "qwen3_moe"),
+    Family("gemma", fixed={**_GELU, **_GEMMA}, norm_offset=1.0),
+    Family("gemma2", {**_SLIDING, **_CAPS}, _GEMMA, norm_offset=1.0, pattern=2),
+    Family("gemma3", _SLIDING, _GEMMA, "gemma3_text", norm_offset=1.0, pattern=6),
+    Family("gemma3n", _GEMMA3N, _GEMMA, "gemma3n_text", pattern=5),
+    Family("phi2", _NORM, {"hidden_act": "gelu_new"}, "phi", partial=True),
+    Family("phi3", _SLIDING),
+    Family("olmo", {**_NORM, **_CLIP}, permuted=True),
+    Family("olmo2", _SLIDING, kind="olmo3", needs="attention.sliding_window", pattern=4),
+    Family("olmo2"),
+    Family("olmoe", {"expert_count": "num_experts", **_USED, **_CLIP}, {**_SILU, "norm_topk_prob": False}),
+    Family("arcee", fixed=_RELU2, permuted=True, told=_BIASES),
+    Family("jais2", _NORM, _RELU2, told=_BIASES),
+    Family("nemotron", {_LAYER_NORM: "norm_eps"}, _RELU2, norm_offset=1.0, told=_BIASES, partial=True),
+    Family("nemotron_h", _STATES, {"mlp_hidden_act": "relu2"}, **_NEMOTRON_H),
+    Family("nemotron_h_moe", _STATES, {"mlp_hidden_act": "relu2"}, **_NEMOTRON_H),
+    Family("lfm2", {_RMS_NORM: "norm_eps", "shortconv.l_cache": "conv_L_cache"}, {**_SILU, _ADJUST: False}),
+    Family("bitnet", {"hidden_act": "hidden_act"}, names=_BITNET),
+    Family("granite", _GRANITE, permuted=True, told=_BIASES),
+    Family("granitemoe", {**_GRANITE, **_LOCAL}, permuted=True, names={".router": ".router.layer"}),
+    Family("command-r", _COHERE, kind="cohere", told={**_QKV, "use_qk_norm": "attn_q_norm.weight"}),
+    Family("cohere2", {**_COHERE, **_SLIDING}, told=_QKV, pattern=4),
+    Family("exaone"),
+    Family("exaone4", _SLIDING, pattern=4),
+    Family("ernie4_5", told=_USE_BIAS),
+    Family("smollm3", fixed={**_SILU, "no_rope_layer_interval": 4}, permuted=True, told=_BIASES),
+    Family("seed_oss", told={**_BIASES, **_QKV, "attention_out_bias": "attn_output.bias"}),
+    Family("starcoder2", {_LAYER_NORM: "norm_epsilon"}, {**_GELU, "sliding_window": None}, told=_USE_BIAS),
+    Family("stablelm", {**_NORM, **_PARALLEL}, told={"use_qkv_bias": "attn_q.bias"}, partial=True),
+    Family("glm4", told=_QKV, partial=True),
+    Family("chatglm", kind="glm", told=_QKV, partial=True),
+    Family("hunyuan-dense", kind="hunyuan_v1_dense", told=_QKV),
 )
 
 
@@ -274,8 +246,9 @@ class ArchMetadata:
     def number(self, key: str, default: Any = None, *, least: float = 0, most: float = 1 << 31) -> Any:
         """A number, whole but for ``_FRACTIONS``. Raises ArtifactError: invalid, or missing without a ``default``."""
         found = self.get(key)
-        if isinstance(found, list) and key == "feed_forward_length" and found and found == found[:1] * len(found):
-            found = found[0]  # layer by layer
+        if isinstance(found, list) and key in ("feed_forward_length", "attention.head_count_kv"):  # layer by layer
+            some = [one for one in found if one != 0]
+            found = some[0] if some and some == some[:1] * len(some) else found
         if found is None and default is not None:
             return default
         kinds, whole = ((int, float), "") if key.endswith(_FRACTIONS) else ((int,), "whole ")
@@ -312,8 +285,9 @@ def configuration(file: GgufFile) -> dict[str, Any]:
             config[attribute] = meta.get(key)
             if config[attribute] not in _WORDS[key]:
                 _unsupported(file, f"{key} {' or '.join(map(str, _WORDS[key]))}", shown(config[attribute]))
-        elif meta.has(key) or key in required or key in (_LAYER_NORM, _RMS_NORM):
-            config[attribute] = meta.number(key, least=key in _COUNTS, most=1 << 31 if "epsilon" not in key else 1)
+        elif meta.has(key) or key in required or key.startswith("ssm.") or key in (_LAYER_NORM, _RMS_NORM):
+            least = key in _COUNTS or key.startswith("ssm.")
+            config[attribute] = meta.number(key, least=least, most=1 << 31 if "epsilon" not in key else 1)
             if key.endswith(("scale", "clamp_kqv")) and not config[attribute]:
                 del config[attribute]  # 0: none
     tokens = file.metadata.get("tokenizer.ggml.tokens")
@@ -333,6 +307,8 @@ def configuration(file: GgufFile) -> dict[str, Any]:
     _check_sizes(file, config, meta)
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     config["rope_parameters"] = _rope(file, meta, family)
+    if family.model_type in ("nemotron_h", "lfm2"):
+        _states(file, config, meta)
     if family.partial:
         config["rope_parameters"]["partial_rotary_factor"] = rotated / width
     config |= {name: f"blk.0.{tensor}" in file.tensors for name, tensor in family.told.items()}
@@ -343,13 +319,17 @@ def configuration(file: GgufFile) -> dict[str, Any]:
     for key in ("expert_group_count", "expert_group_used_count"):
         if meta.number(key, 0) > 1:
             _unsupported(file, "experts without groups", f"{key} {meta.number(key)}")
+    epsilon = family.attributes.get(_LAYER_NORM, family.attributes.get(_RMS_NORM, ""))
     own = {
         "expert_weights_norm": config.get("norm_topk_prob", True),
         **dict.fromkeys(("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"), width),
         "embedding_length_out": config["hidden_size"],
-        _RMS_NORM: config.get(family.attributes.get(_LAYER_NORM, "")),  # converters write both
+        **dict.fromkeys((_LAYER_NORM, _RMS_NORM), config.get(epsilon)),  # converters write both
         "expert_shared_count": int("shared_expert_intermediate_size" in config),
     }
+    if not any(".ssm_" in name for name in file.tensors):  # of Granite 4's models without states
+        own |= {key: meta.get(key) for key in [*meta.unused] if key.startswith("ssm.")}
+        own["expert_shared_feed_forward_length"] = config.get("intermediate_size")
     for key in sorted(meta.unused - _ELSEWHERE):
         found = meta.get(key)
         values = found if isinstance(found, list) else [found]
@@ -422,6 +402,9 @@ def _rope(file: GgufFile, meta: ArchMetadata, family: Family) -> dict[str, Any]:
         rope |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
     elif kind not in ("none", "linear", "yarn"):
         _unsupported(file, "rotary positions of type none, linear or yarn", shown(kind))
+    if family.needs == _TEMPERATURE:
+        rope |= dict.fromkeys(("mscale", "mscale_all_dim"), meta.number("rope.scaling.yarn_log_multiplier", 1.0))
+        rope["llama_4_scaling_beta"] = meta.number(_TEMPERATURE)
     if "rope_freqs.weight" in file.tensors:
         rope = _llama3(file, rope)
     if family.model_type in ("gemma3_text", "gemma3n_text", "olmo3"):  # sliding layers are not scaled
@@ -429,6 +412,23 @@ def _rope(file: GgufFile, meta: ArchMetadata, family: Family) -> dict[str, Any]:
         sliding = float(meta.number("rope.freq_base_swa", usual, least=1, most=1e12))
         return {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": sliding}}
     return rope
+
+
+def _states(file: GgufFile, config: dict[str, Any], meta: ArchMetadata) -> None:
+    """Which layers of Nemotron-H or LFM2 have attention, recurrent states or convolutions, or (Nemotron-H) neurons."""
+    blocks = config["num_hidden_layers"]
+    heads = meta.get("attention.head_count_kv")
+    widths = [0] * blocks if config["model_type"] == "lfm2" else meta.get("feed_forward_length")
+    if not all(isinstance(one, list) and {*map(type, one)} == {int} and len(one) == blocks for one in (heads, widths)):
+        _unsupported(file, f"head_count_kv and feed_forward_length of {blocks} layers", "others")
+    neurons = "moe" if meta.has("expert_count") else "mlp"
+    states = "conv" if config["model_type"] == "lfm2" else "linear_attention"
+    pairs = zip(heads, widths, strict=True)
+    config["layer_types"] = ["full_attention" if some else neurons if width else states for some, width in pairs]
+    if config["model_type"] == "nemotron_h":
+        config["mamba_head_dim"] //= config["mamba_num_heads"]
+        config["layers_block_type"] = config.pop("layer_types")
+        del config["rope_parameters"]  # no layer has positions
 
 
 def _llama3(file: GgufFile, rope: dict[str, Any]) -> dict[str, Any]:
@@ -490,7 +490,7 @@ def _special(file: GgufFile, family: Family, config: dict[str, Any], meta: ArchM
             config[name] = config.get(name, cap) or None  # 0: none
     if family.model_type == "phi3" and any(name.startswith("rope_factors") for name in file.tensors):
         _unsupported(file, "rotary positions without factors of their own", "rope_factors_long.weight")
-    if "expert_feed_forward_length" not in family.keys:
+    if "expert_feed_forward_length" not in family.keys or not meta.has("expert_count"):
         return
     if not meta.has("expert_feed_forward_length"):
         config["moe_intermediate_size"] = file.tensor("blk.0.ffn_gate_exps.weight").shape[1]

@@ -26,6 +26,9 @@ _SPLIT = {"Q4_0": "int4", "Q8_0": "int8", "IQ4_NL": "int8"}
 #: The integers that the sixteen nibbles of IQ4_NL index.
 _LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _SCALE_BYTES = 2
+#: Ends of the names of vectors and stacks of vectors that are matrices in files: of one column, or a row per group.
+_BARE = (".ssm_a", ".ssm_d")
+_VECTORS = (*_BARE, ".ssm_norm.weight")
 #: One-row matrices, which llama.cpp's converter writes as vectors.
 _ONE_ROW = ".ffn_gate_inp_shexp.weight"
 
@@ -62,10 +65,18 @@ def tensor_names(family: Family, blocks: int) -> Any:
     return gguf.get_tensor_name_map(arch, blocks)
 
 
-def gguf_name(names: Any, family: Family, module: str) -> str | None:
-    """A module's name in the file, by :func:`tensor_names`."""
-    others = (module.replace(ours, theirs) for ours, theirs in family.names.items())
-    return next(filter(None, map(names.get_name, (module, *others))), None)
+def gguf_name(names: Any, family: Family, parameter: str) -> str | None:
+    """A parameter's name in the file, by :func:`tensor_names`."""
+    other = parameter
+    for ours, theirs in family.names.items():
+        other = other.replace(ours, theirs)
+    for name in (parameter, other):
+        module, _, part = name.rpartition(".")
+        if part in ("weight", "bias") and (known := names.get_name(module)):
+            return f"{known}.{part}"
+        if known := names.get_name(name):  # no weight of a module, but for its name in files
+            return known if known.endswith(_BARE) else f"{known}.weight"
+    return None
 
 
 def stack_name(block: int, role: str) -> str:
@@ -117,20 +128,17 @@ class GgufCheckpoint(Closing):
                 return None
             first = expert * tensor.shape[1]
             return tensor, first, first + tensor.shape[1]
-        base, dot, suffix = name.rpartition(".")
+        base, _, suffix = name.rpartition(".")
         module, _, number = base.rpartition(".")
         if number.isdigit() and (known := self._names.get_name(module)):  # one matrix of a stack
             tensor = self.file.tensors.get(f"{known}.{suffix}")
-            if tensor is None or int(number) >= tensor.shape[0]:
+            if tensor is None or len(tensor.shape) != 3 or int(number) >= tensor.shape[0]:
                 return None
             return tensor, int(number) * tensor.shape[1], (int(number) + 1) * tensor.shape[1]
-        if known := self._names.get_name(name):  # no weight of a module
-            tensor = self.file.tensors.get(f"{known}.weight", self.file.tensors.get(known))
-            return None if tensor is None else (tensor, 0, tensor.rows)
-        known = gguf_name(self._names, self.family, base) if suffix in ("weight", "bias") else None
-        if known and self.family.by_neuron and known.endswith("ffn_down"):
-            known += "_t"
-        tensor = self.file.tensors.get(f"{known}{dot}{suffix}") if known else None
+        known = gguf_name(self._names, self.family, name)
+        if known and self.family.by_neuron:
+            known = known.replace("ffn_down.", "ffn_down_t.")
+        tensor = self.file.tensors.get(known) if known else None
         return None if tensor is None else (tensor, 0, tensor.rows)
 
     def __contains__(self, name: str) -> bool:
@@ -157,6 +165,10 @@ class GgufCheckpoint(Closing):
         tensor, start, stop = self._tensor(name)
         shape = (stop - start, tensor.columns) if len(tensor.shape) > 1 else tensor.shape
         shape = shape[::-1] if _is_by_neuron(tensor) else shape
+        if tensor.name.endswith(_VECTORS):
+            shape = (stop * tensor.columns,)
+        if tensor.name.endswith(("conv1d.weight", "conv.weight")):
+            shape = (stop, 1, tensor.columns)
         return Spec(shape, _FLOATS.get(tensor.type.name, torch.float32))
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
@@ -197,14 +209,16 @@ class GgufCheckpoint(Closing):
         spec = self.spec(name)
         if len(spec.shape) == 1:
             order = self._order(tensor)
-            values = _values(self.file.read_rows(tensor.name, 0, 1), tensor)[0]
+            values = _values(self.file.read_rows(tensor.name, 0, tensor.rows), tensor).flatten()
             values = values if order is None else values[order]
+            if tensor.name.endswith(".ssm_a"):
+                values = _check_finite((-values).log(), tensor.name)
             offset = self.family.norm_offset if tensor.name.endswith("norm.weight") else 0.0
             return (values - offset)[slice(*(rows or (0, None)))]
         if _is_by_neuron(tensor):
             return _values(self.rows(name, 0, last), tensor).T[slice(*(rows or (0, None)))]
         start, stop = rows or (0, last - first)
-        return _values(self.rows(name, start, stop), tensor)
+        return _values(self.rows(name, start, stop), tensor).view(-1, *spec.shape[1:])
 
     def read_into(self, name: str, tensor: torch.Tensor, row: int = 0) -> None:
         """Fill ``tensor`` with rows of ``name`` from ``row`` on, some at a time."""
