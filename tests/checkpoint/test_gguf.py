@@ -77,6 +77,8 @@ def test_there_and_back(made: Any, tmp_path: Path, name: str) -> None:
         ("phi3", "Q4_K"),
         ("qwen3", "IQ4_NL"),
         ("phi3", "Q5_1"),
+        ("cohere2", "Q4_0"),
+        ("glm4", "Q8_0"),
     ],
 )
 def test_rows_are_kept(made: Any, tmp_path: Path, name: str, kind: str) -> None:
@@ -148,6 +150,21 @@ def test_zeros_of_layers_without_gate_are_skipped(made: Any, tmp_path: Path, nam
     assert str(again).count("SparseFFN(256 -> 512 -> 256, relu2(up), exact, 0 hot, int8)") == 1  # (0-1): 2 x ...
     wanted = logits(ggufs.with_values(copy.deepcopy(model), file, values))
     assert float((logits(again) - wanted).norm() / wanted.norm()) < 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma3n", "nemotron_h", "nemotron_h_moe", "lfm2"])
+def test_typed_files_of_other_layers(made: Any, tmp_path: Path, name: str) -> None:
+    """Stacks of matrices, a second embedding, experts without gate, convolutions: what is rounded is rounded alone."""
+    model, _, file = made(name)
+    ggufs.retyped(file, tmp_path / "typed.gguf", "Q8_0")
+    torch_pi2.import_gguf(tmp_path / "typed.gguf", tmp_path / "out")
+    dense = load_dense(tmp_path / "out", dtype=torch.float32)
+    mine = model.state_dict()
+    off = {key: float((found - mine[key]).norm() / mine[key].norm()) for key, found in dense.state_dict().items()}
+    assert max(off.values()) < 0.02
+    again = torch_pi2.load(tmp_path / "out", dtype=torch.float32, activations="float")
+    torch.testing.assert_close(logits(again), logits(dense), rtol=1e-3, atol=1e-3)
 
 
 def test_powerinfer(made: Any, tmp_path: Path) -> None:

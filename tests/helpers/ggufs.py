@@ -284,7 +284,7 @@ def retyped(
     for tensor in reader.tensors:
         shape = tuple(int(n) for n in reversed(tensor.shape))
         data = tensor.data.reshape(shape)
-        if len(shape) == 1 or "ffn_gate_inp" in tensor.name:
+        if len(shape) == 1 or "ffn_gate_inp" in tensor.name or shape[-1] % 32:
             writer.add_tensor(tensor.name, data)
             values[tensor.name] = data
             continue

@@ -242,7 +242,7 @@ class _Importer(Quantizer):
             else:
                 rows = self._rows(self._checkpoint.read(stored, (start, stop)), stored, error, packed.format)
             update_digest(digest, rows)
-            for tied in self._tied if name in self._embeddings else ():
+            for tied in self._tied_to(name):
                 out.write(f"{tied}.blocks", to_blocks(rows, packed.format, self._linears[tied]), row=start)
             if name in self._in_blocks:
                 rows = to_blocks(rows, packed.format, self._linears[name])

@@ -213,7 +213,7 @@ class _Packer:
         if shard is not None:
             here, reader = shard.plan(self.plan), ShardView(self.reader, self.plan, shard)
         if not here.layers:
-            fix = "Import its file or checkpoint again, with neurons='all' (--neurons all)."
+            fix = "Import its file or checkpoint again with neurons='all' (--neurons all); some models have none."
             raise ConfigError(f"packing {self.whole}", expected="layers of neurons", found="none", fix=fix)
         layers = [_layer(layer, reader) for layer in here.layers]
         ours = {name for layer in layers for name in layer.tensors} | {SUPERBLOCK}

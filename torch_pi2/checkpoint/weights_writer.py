@@ -106,6 +106,11 @@ class Quantizer:
         spec, of_other = map(self._of.checked, names)
         return spec != of_other or not all(torch.equal(read(one, n), read(other, n)) for n in row_chunks(spec))
 
+    def _tied_to(self, name: str) -> list[str]:
+        """Linears with the rows of ``name``, if that is an embedding."""
+        tied = self._tied if name in self._embeddings else []
+        return [one for one in tied if self._stored(f"{one}.weight") == self._stored(f"{name}.weight")]
+
     def write(self, folder: Path, progress: bool) -> tuple[QuantizeReport, str]:
         """Write the file into ``folder``; returns the report and the hash of the float feed-forward weights."""
         specs = {name: self._of.checked(name) for name in self._floats}
@@ -113,7 +118,7 @@ class Quantizer:
         for name, columns in self._in_rows.items():
             rows, kind = self._of.checked(f"{name}.weight", floats=True).shape[0], self._formats.get(name, self._kind)
             specs[f"{name}.weight"] = Spec((rows, row_bytes(kind, columns)), torch.uint8)
-            for tied in self._tied if name in self._embeddings else ():
+            for tied in self._tied_to(name):
                 specs[f"{tied}.blocks"] = specs[f"{name}.weight"]
         for layer in self._layers:
             specs |= neuron_specs(layer.site, self._format_of(layer.site))

@@ -108,7 +108,7 @@ class Family:
 
     arch: str
     keys: Mapping[str, str] = field(default_factory=dict)
-    fixed: Mapping[str, Any] = field(default_factory=lambda: _SILU)
+    fixed: Mapping[str, Any] = field(default_factory=lambda: {"hidden_act": "silu"})
     kind: str = ""
     needs: str = ""
     permuted: bool = False
