@@ -133,7 +133,9 @@ def cached_import(
             return mark.parent
     with GgufModel(file) as model:
         name = re.sub(r"[^\w.-]", "_", model.path.stem).encode()[:_NAME_BYTES].decode(errors="ignore")
-        folder, alone = imports_folder() / f"{name}-{_key(model, packed)}", len(model.paths) == 1
+        same, alone = f"{name}-{_key(model)}", len(model.paths) == 1
+    current = [f"{same}.{_made_by(form)}" for form in (packed, not packed)]
+    folder = imports_folder() / current[0]
 
     waits = partial(log.warning, "another process imports %s; this one waits for it", file)
     try:
@@ -144,6 +146,9 @@ def cached_import(
                     if before is not None:
                         before()
                     _import(file, folder, packed, progress)
+                    for old in folder.parent.glob(f"{same}.*"):  # imports by other versions of torch_pi2
+                        if old.is_dir() and not old.name.startswith(tuple(current)):
+                            shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         raise not_written(folder, error) from error
     with suppress(OSError):
@@ -179,9 +184,13 @@ def _import(file: Path, folder: Path, packed: bool, progress: bool) -> None:
         shutil.rmtree(between, ignore_errors=True)
 
 
-def _key(model: GgufModel, packed: bool) -> str:
+def _made_by(packed: bool) -> str:
+    return hashlib.sha256(f"{__version__} {_REVISION} {packed}".encode()).hexdigest()[:8]
+
+
+def _key(model: GgufModel) -> str:
     """Identifies a file without reading all of it: by size, time, start, and the ends of every tensor."""
-    found = hashlib.sha256(f"{__version__} {_REVISION} {packed}".encode())
+    found = hashlib.sha256()
     for path in model.paths:
         with open(path, "rb") as opened:
             about = path.stat()
