@@ -13,6 +13,7 @@ from recurrent import QUICK, answered, committed, judge, off, prompt, usual, wit
 from torch import nn
 
 import torch_pi2
+from torch_pi2.decode import step_graph, step_program
 from torch_pi2.decode.decoder import Decoder
 from torch_pi2.errors import NonFiniteError, ShapeError, UnsupportedModelError
 from torch_pi2.serve.batch import Batch, EndEvent, Sequence, TokenEvent
@@ -140,6 +141,23 @@ def test_served_sequences_join_and_leave(model: nn.Module) -> None:
     batch.close()
     assert [end.reason for end in ends] == ["length"] * len(prompts)
     assert made == wanted
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_next"])
+def test_steps_that_read_states_before_they_change_them_become_programs(
+    monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """Each program is compared with what PyTorch computed from the states of before."""
+    translations, model = [], tiny_family(family)
+
+    def translated(*given: Any) -> Any:
+        translations.append(step_program.translated(*given))
+        return translations[-1]
+
+    monkeypatch.setattr(step_graph, "translated", translated)
+    made, _ = answered(model, prompt())
+    assert off(made, usual(model, prompt())) < 1e-5
+    assert [len(translation.programs) > 3 for _, translation in translations] == [True]
 
 
 @pytest.mark.slow

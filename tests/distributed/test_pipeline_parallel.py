@@ -215,7 +215,13 @@ def test_models_that_need_more_of_their_blocks_are_refused(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "blocks"), [("llama", "model.layers"), ("git", "git.encoder.layer"), ("xlm", "transformer.ffns")]
+    ("family", "blocks"),
+    [
+        ("llama", "model.layers"),
+        ("git", "git.encoder.layer"),
+        ("xlm", "transformer.ffns"),
+        ("nemotron_h", "model.layers"),  # whose experts' blocks have no cache
+    ],
 )
 def test_stages_have_the_logits_of_the_whole_model(family: str, blocks: str) -> None:
     """XLM has code and modules between what is divided, which every process computes."""

@@ -175,7 +175,8 @@ class Decoder:
             self.compiled, self.recorded = False, False
         self._inspect_model()
         self._grows, self._kv = grows, KeyValues(model, max_tokens, batch, self.device, grows)
-        self._continues = True  # until a chunk of a prompt does not use the states of the one before
+        #: Until a chunk of a prompt does not use the states of the one before, which other stages would not notice.
+        self._continues = not (self._kv.states and (group := group_of(model)) is not None and group.divides_kv)
         self.cache: Any = None
         self._cache_name = cache_name(model)
         self._backend = backend

@@ -43,17 +43,21 @@ _Instruction = tuple[str, list[torch.Tensor], list[int]]
 
 
 class _Observer(TorchDispatchMode):
-    """Notes the calls of PyTorch's operators and keeps their tensors alive."""
+    """Notes the calls of PyTorch's operators and keeps their tensors alive, and what parts of ``fixed`` were."""
 
-    def __init__(self) -> None:
+    def __init__(self, fixed: list[torch.Tensor]) -> None:
         super().__init__()
         self.made: list[Call] = []
+        self.before: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._fixed = {tensor.untyped_storage().data_ptr() for tensor in fixed}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # which would import Dynamo
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is aten.copy_.default and args[0].untyped_storage().data_ptr() in self._fixed:  # recurrent states
+            self.before.append((args[0], args[0].clone()))
         result = func(*args, **(kwargs or {}))
         self.made.append((func, args, kwargs or {}, result))
         return result
@@ -69,14 +73,20 @@ def translated(run: Callable[..., Any], ids_BT: torch.Tensor, fixed: list[torch.
     ``fixed``: tensors that are the same in every step.
     """
     load()
-    with _Observer() as observer:
+    with _Observer(fixed) as observer:
         result = run(ids_BT, *fixed)
     made = Translation(observer.made, ids_BT, fixed, result)
+    after = [(tensor, tensor.clone()) for tensor, _ in observer.before]
     try:
+        for tensor, value in reversed(observer.before):
+            tensor.copy_(value)
         made.translate()
     except (_Unknown, RuntimeError):
         close(made.programs)
         return result, None
+    finally:
+        for tensor, value in after:
+            tensor.copy_(value)
     return result, made
 
 
@@ -306,7 +316,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    return torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
 
 
 def _double(value: float) -> int:

@@ -144,7 +144,7 @@ def _count_tokens(cache: Any, number: int, count: int, hidden_states: torch.Tens
     state = layers[number] if number < len(layers) else None
     for part in range(getattr(state, "number_of_states", 0)):  # linear attention
         cache.update_conv_state(hidden_states.new_zeros(batch, 1, 1), number, state_idx=part)
-    if state is None or hasattr(state, "update"):
+    if state is None or hasattr(state, "get_seq_length"):
         nothing = hidden_states.new_zeros(batch, 1, tokens, 1)
         cache.update(nothing, nothing, number)
 
