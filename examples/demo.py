@@ -1,9 +1,9 @@
 """The whole story on a model that was really trained: find its sparsity, use it, and show what that costs and gives.
 
 Loads the dReLU language model of this repository as any user would, profiles it, fits predictors, and compares
-three forms of it on held-out text: dense, exact gate (lossless), low-rank predictor (lossy). Then times one
-feed-forward layer of a 7B model, where the speed is, and ends with the verdict on the low-rank form and how to talk
-to it. Nothing is downloaded. `make demo` runs it.
+three forms of it on held-out text: dense, exact gate (lossless), low-rank predictor (lossy), and gives a verdict on
+the last. Ends where the speed is: a whole model of Llama-1B's sizes, dense beside sparse, in tokens per second; its
+weights are random. Nothing is downloaded. `make demo` runs it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,7 @@ from torch_pi2.eval.timing import ffn_modules, time_decode
 from torch_pi2.eval.verdict import judge
 from torch_pi2.eval.work import work
 from torch_pi2.types.config import Config
-from torch_pi2.types.verdict import Loss, Verdict
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.__main__ import call, render
+from torch_pi2.types.verdict import Loss, Speed, Verdict
 
 MODEL = Path(__file__).resolve().parent / "models" / "drelu-stdlib-5m"
 PROMPT = 'def read_config(path):\n    """Read a configuration file'
@@ -142,6 +140,27 @@ def verdict_on(sparse: Any, dense: Any, folder: Path, tokenizer: Any, compared: 
     return found
 
 
+#: Settings of the large model by form; dense: every neuron is computed, as in SwiGLU.
+LARGE: dict[str, dict[str, Any]] = {"dense": {"active": 1.0, "predictor": None}, "sparse": {"active": 0.1}}
+
+
+def large_model(scratch: Path, shape: str, seconds: float) -> Speed:
+    """Decoding of a synthetic model of ``shape``, whose folders are made in ``scratch``, in rounds that alternate."""
+    models = {}
+    for form, settings in LARGE.items():
+        torch_pi2.synthetic(scratch / form, shape, weights="int4", distinct_layers=1, **settings)
+        models[form] = torch_pi2.load(scratch / form, activations="int8")
+    speed = judge(models["sparse"], models["dense"], scratch / "sparse", seconds=seconds).speed
+    assert speed is not None
+    assert speed.dense is not None
+    assert speed.ratio is not None
+    print(f"synthetic: random weights in 4 bits with the sizes of {shape}; they show speed, never quality")
+    rows = [("dense", "100 %", f"{speed.dense:.1f}"), ("sparse", "10 %", f"{speed.sparse:.1f}")]
+    print(table(("form", "neurons that fire", "tokens/s"), rows))
+    print(f"sparse is {speed.ratio:.2f} times as fast ({speed.ratio_low:.2f} to {speed.ratio_high:.2f}); {speed.how}")
+    return speed
+
+
 def command() -> str:
     """``torch-pi2`` of this environment, as it can be typed here."""
     ours = Path(sys.executable).with_name("torch-pi2")
@@ -151,7 +170,7 @@ def command() -> str:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     started = time.perf_counter()
     # Layers this small gain nothing from a second thread, and threads that wait for each other on a busy machine
-    # lose a lot. The layer of real size below gets all of them.
+    # lose a lot. The verdict and the model of real size below get all of them.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with section(f"load {MODEL.name} with transformers"):
@@ -196,8 +215,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         print(comparison_table(results, used))
         change, skipped = results["low-rank"]["loss_change"], 1 - results["low-rank"].get("cold_computed", 1.0)
         print(f"low-rank: loss {change:+.2%} (aim: within 1 %), {skipped:.0%} of cold neurons skipped (aim: 70 %)")
-        print("Scored: excerpts of held-out files. Times: batch 1. On a model this small Python dominates, and")
-        print("its weights fit in the cache; a layer of real size (below) is where sparsity saves time.")
+        print("Scored: excerpts of held-out files. Times: batch 1, one thread, steps of transformers. Weights this")
+        print("small fit in the cache; a model of real size (at the end) is where sparsity saves time.")
 
     with section("generate, greedy: dense | low-rank"):
         texts = {name: generate(form, tokenizer, args.new_tokens) for name, form in zip(FORMS, forms)}
@@ -205,18 +224,18 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         same = texts["exact gate"] == texts["dense"]
         print(f"(exact gate: {'the same text as dense, character for character' if same else 'NOT the text of dense'})")
 
-    with section("bench layer: one layer of a 7B model in bfloat16, 10 % of neurons active"):
-        torch.set_num_threads(threads)
-        layer_times = call("layer", weights="bf16", active=[0.1, 1.0])
-        print(render(layer_times))
-
+    torch.set_num_threads(threads)
     out = Path(args.out)
     with section("verdict: low-rank beside dense"):
         torch_pi2.save(forms[2], out / "model", tokenizer=tokenizer)
         found = verdict_on(forms[2], model, out / "model", tokenizer, results["low-rank"]).to_json()
         print(verdict.shown(found).lstrip("\n"))
-        sparse, whole = (share["ms"] for share in layer_times["shares"])
-        print(f"A layer of a 7B model: {sparse / whole:.2f} of the dense time.")
+
+    with (
+        section(f"a whole model of real size: {args.shape}, dense beside sparse"),
+        tempfile.TemporaryDirectory(dir=out) as at,
+    ):
+        large = large_model(Path(at), args.shape, 6.0)
     total = round(time.perf_counter() - started, 1)
     report = {
         "results": results,
@@ -224,8 +243,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "stats": {"tokens": stats.tokens, "layers": [{"key": s.key, "sparsity": s.sparsity} for s in stats]},
         "generated": texts,
         "exact_gate_same_text": same,
-        "bench_layer": layer_times,
         "verdict": found,
+        "large": {"shape": args.shape, **asdict(large)},
         "seconds": {**SECONDS, "total": total},
         "machine": doctor.run(build_parser().parse_args(["doctor"])),
     }
@@ -243,6 +262,7 @@ def main() -> None:
     parser.add_argument("--heldout-tokens", type=int, default=16_384, help="scored tokens (default %(default)s)")
     parser.add_argument("--new-tokens", type=int, default=64, help="generated tokens (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default %(default)s)")
+    parser.add_argument("--shape", default="llama-1b", help="sizes of the synthetic model (default %(default)s)")
     args = parser.parse_args()
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
