@@ -235,7 +235,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         section(f"a whole model of real size: {args.shape}, dense beside sparse"),
         tempfile.TemporaryDirectory(dir=out) as at,
     ):
-        large = large_model(Path(at), args.shape, 6.0)
+        large = large_model(Path(at), args.shape, 8.0)
     total = round(time.perf_counter() - started, 1)
     report = {
         "results": results,

@@ -83,7 +83,7 @@ class DecoderPool:
     def release(self, decoder: Decoder) -> None:
         """Keep ``decoder`` for the next call of :meth:`acquire`."""
         if store_of(decoder.model) is None:
-            kind = _kind(decoder.model)
+            kind = getattr(decoder.model, "dtype", None), decoder.device
             decoder.detach()
             self._free[:] = [(decoder, kind)]
 
@@ -163,6 +163,9 @@ class _Steps:
 
     def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **_kwargs: Any) -> dict[str, Any]:
         return {"ids_B1": input_ids[:, -1:]}
+
+    def _update_model_kwargs_for_generation(self, _output: Any, kwargs: dict[str, Any], **_more: Any) -> dict[str, Any]:
+        return kwargs  # masks and positions of the next token, of which our steps use none
 
     def __call__(self, ids_B1: torch.Tensor, return_dict: bool = True) -> Any:
         return _output(self._decoder.step(ids_B1))

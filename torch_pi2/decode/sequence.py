@@ -50,7 +50,7 @@ def pick(logits_V: torch.Tensor, sampling: Sampling | None, generator: torch.Gen
     """The next token: drawn with ``sampling``, or the most likely one if that is None. Raises NonFiniteError."""
     if sampling is None:
         logits_V = logits_V.float()
-        token = int(logits_V.argmax())  # of NaN, if there is one
+        token = int(logits_V.numpy(force=True).argmax())  # of NaN, if there is one; a tenth of the time of torch's
         if not math.isfinite(logits_V[token]):
             raise not_finite()
         return token
