@@ -167,6 +167,26 @@ def test_typed_files_of_other_layers(made: Any, tmp_path: Path, name: str) -> No
     torch.testing.assert_close(logits(again), logits(dense), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("arch", "name"), [("qwen2vl", "qwen2"), ("qwen3vl", "qwen3"), ("qwen3vlmoe", "qwen3_moe")])
+def test_text_of_models_that_see(made: Any, tmp_path: Path, arch: str, name: str) -> None:
+    model, _, file = made(name)
+    fields = gguf.GGUFReader(file).fields
+    old = fields["general.architecture"].contents()
+    said = {key: field.contents() for key, field in fields.items() if key.startswith(f"{old}.")}
+    keys = {"general.architecture": arch, f"{arch}.rope.dimension_sections": [8, 12, 12, 0], **dict.fromkeys(said)}
+    keys |= {key.replace(old, arch, 1): value for key, value in said.items()}
+    if arch != "qwen2vl":
+        keys[f"{arch}.n_deepstack_layers"] = 3
+    torch_pi2.import_gguf(ggufs.rewritten(file, tmp_path / "a.gguf", keys=keys), tmp_path / "out")
+    off = logits(torch_pi2.load(tmp_path / "out", dtype=torch.float32)) - logits(model)
+    assert float(off.abs().max() / logits(model).abs().max()) < (0.05 if "moe" in arch else 1e-5)
+    engine = pytest.importorskip("llama_cpp").Llama(str(tmp_path / "a.gguf"), logits_all=True, verbose=False)
+    engine.eval(TOKENS[0].tolist())
+    theirs, ours = torch.from_numpy(engine.scores[: TOKENS.shape[1]].copy()), logits(model)[0]
+    assert float((theirs - ours).abs().max() / ours.abs().max()) < 2e-3
+
+
 def test_powerinfer(made: Any, tmp_path: Path) -> None:
     """ReLU instead of SiLU, down neuron by neuron, predictors: nothing is rounded of Q4_0, and zeros are skipped."""
     model, _, file = made("llama")

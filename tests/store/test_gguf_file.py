@@ -109,6 +109,7 @@ WRONG = {
     "a product that wraps": (header(count=1, tensors=tensor(shape=(1 << 33, 1 << 33))), "F32"),
     "a part of a block": (header(count=1, tensors=tensor(shape=(40,), code=2)), "[40] Q4_0"),
     "an unknown type": (header(count=1, tensors=tensor(code=4)), "type 4"),
+    "BitNet's own type": (header(count=1, tensors=tensor(code=36)), "found type 36. It is I2_S"),
     "a tensor beyond the end": (header(count=1, tensors=tensor(shape=(1 << 20,))), "in a file of"),
     "an offset beyond the end": (header(count=1, tensors=tensor(offset=1 << 62)), "in a file of"),
     "an offset between": (header(count=1, tensors=tensor(offset=4)), "at 4 after 0"),

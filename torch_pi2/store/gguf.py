@@ -267,11 +267,14 @@ class GgufFile(OpenFile):
         shape = tuple(self._u64() for _ in range(dimensions))[::-1]
         code, offset = self._u32(), self._u64()
         if code not in TYPES:
+            fix = "Quantise the model to one of these types."
+            if code == 36:
+                fix = "It is I2_S, which BitNet's own engine reads; load the bfloat16 checkpoint beside it."
             raise ArtifactError(
                 f"tensor {shown(name)} of {self.path}",
                 expected=f"one of {', '.join(one.name for one in TYPES.values())}",
                 found=f"type {code}",
-                fix="Quantise the model to one of these types.",
+                fix=fix,
             )
         of = TYPES[code]
         if not all(shape) or math.prod(shape) >= _LARGEST or shape[-1] % of.block:

@@ -175,6 +175,10 @@ FAMILIES = (
     Family("qwen3", fixed={**_SILU, "use_sliding_window": False, "attention_bias": False}),
     Family("qwen2moe", {**_EXPERTS, **_SHARED}, {**_EVERY, "norm_topk_prob": False}, "qwen2_moe"),
     Family("qwen3moe", _EXPERTS, {**_EVERY, "norm_topk_prob": True}, "qwen3_moe"),
+    # models that see: their text, whose three positions are the same
+    Family("qwen2vl", fixed={**_SILU, "use_sliding_window": False}, kind="qwen2"),
+    Family("qwen3vl", fixed={**_SILU, "use_sliding_window": False, "attention_bias": False}, kind="qwen3"),
+    Family("qwen3vlmoe", _EXPERTS, {**_EVERY, "norm_topk_prob": True}, "qwen3_moe"),
     Family("gemma", fixed={**_GELU, **_GEMMA}, norm_offset=1.0),
     Family("gemma2", {**_SLIDING, **_CAPS}, _GEMMA, norm_offset=1.0, pattern=2),
     Family("gemma3", _SLIDING, _GEMMA, "gemma3_text", norm_offset=1.0, pattern=6),
@@ -330,7 +334,8 @@ def configuration(file: GgufFile) -> dict[str, Any]:
     if not any(".ssm_" in name for name in file.tensors):  # of Granite 4's models without states
         own |= {key: meta.get(key) for key in [*meta.unused] if key.startswith("ssm.")}
         own["expert_shared_feed_forward_length"] = config.get("intermediate_size")
-    for key in sorted(meta.unused - _ELSEWHERE):
+    seen = {"rope.dimension_sections", "n_deepstack_layers"} if "vl" in arch else set()  # of images
+    for key in sorted(meta.unused - _ELSEWHERE - seen):
         found = meta.get(key)
         values = found if isinstance(found, list) else [found]
         if not all(value in (*_NEUTRAL.get(key, ()), own.get(key)) for value in values):
