@@ -22,7 +22,7 @@ constexpr std::int64_t kTinyWeights = 1 << 18;
 constexpr std::int64_t kBlocksTokens = 256;
 constexpr std::int64_t kTwoBlocksFrom = 2;
 constexpr std::int64_t kItems = 4, kItemBytes = 160 << 10;  // of a thread, at most; of an item of few tokens, at least
-constexpr std::int64_t kPromptItems = 16;                   // of a thread
+constexpr std::int64_t kPromptItems = 32;                   // of a thread
 // Bytes of prepared inputs that are used together, and of the rows of such passes. With more inputs, several passes
 // over rows in the second-level cache are faster than reading the inputs from there for each pair of rows.
 constexpr std::int64_t kInputBytes = 32768, kPassBytes = 131072;

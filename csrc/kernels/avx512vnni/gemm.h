@@ -152,11 +152,11 @@ inline void gemm_tile(const Panels& panels, const void* const* x_T, std::int64_t
   const float* w_floats[kPanels];
   const char* x[kTokens];
   __m512 sum[kPanels][kTokens];
+  const auto go_on = static_cast<__mmask16>(begin == 0 ? 0 : 0xffff);  // a branch would take sums through memory
   for (int p = 0; p < kPanels; ++p) {
     w[p] = panels.values[p] + (begin - panels.first) * kStepsOfGroup * 64;
     w_floats[p] = panels.floats[p] + (begin - panels.first) * kVectors * kPanelRows;
-    for (int t = 0; t < kTokens; ++t)
-      sum[p][t] = begin == 0 ? _mm512_setzero_ps() : _mm512_loadu_ps(out + t * ldo + p * kPanelRows);
+    for (int t = 0; t < kTokens; ++t) sum[p][t] = _mm512_maskz_loadu_ps(go_on, out + t * ldo + p * kPanelRows);
   }
   for (int t = 0; t < kTokens; ++t) x[t] = static_cast<const char*>(x_T[t]);
   std::int64_t scale_at = padded(n) + 4 * begin, start_at = padded(n) + 4 * (padded(n) / kGroup + begin * kParts);
