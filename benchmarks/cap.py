@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from torch_pi2.errors import Pi2Error
@@ -77,9 +76,7 @@ class _Cap:
             ) from error
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._remove()
 
     def _remove(self) -> None:
@@ -115,11 +112,9 @@ def join(folder: str | Path) -> None:
     try:
         (Path(folder) / "cgroup.procs").write_text(str(os.getpid()))
     except OSError as error:
+        fix = "Run it as root, or measure without a cap."
         raise CapError(
-            "cap",
-            expected=f"a group in {folder} that may be joined",
-            found=error.strerror or str(error),
-            fix="Run it as root, or measure without a cap.",
+            "cap", expected=f"a group in {folder} that may be joined", found=error.strerror or str(error), fix=fix
         ) from error
 
 

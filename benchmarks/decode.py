@@ -10,6 +10,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -329,14 +330,12 @@ def _alternate(
     """Our round of one size, the peer's, our next size, and so on; ratios (ours over theirs) are of neighbours."""
     engines = [engine for engine in ours if engine.batch == 1 or not peer.one_sequence]
     theirs: list[list[dict[str, Any]]] = [[] for _ in engines]
-    try:
+    with closing(peer):
         for engine in engines:
             peer.round(prompt, tokens, engine.batch)
         for _ in range(rounds):
             for engine, kept in zip(in_turn(engines), theirs, strict=True):
                 kept.append(peer.round(prompt, tokens, engine.batch))
-    finally:
-        peer.close()
     by_batch = [_compared(engine, kept, prompt, tokens) for engine, kept in zip(engines, theirs, strict=True)]
     every = [r for kept in theirs for r in kept]
     return {

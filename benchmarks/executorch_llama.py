@@ -64,11 +64,9 @@ def exported(config: Any, folder: Path, max_tokens: int, seed: int = 0) -> Path:
         command += ["--max_seq_length", str(min(PIECE + 1, max_tokens)), "--max_context_length", str(max_tokens)]
         done = subprocess.run(command, cwd=work, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode or not (work / "model.pte").is_file():
+            found = f"{ended(done.returncode)}: {(done.stdout.strip().splitlines() or ['(no words)'])[-1]}"
             raise PeerError(
-                "ExecuTorch's export_llama",
-                expected="a program",
-                found=f"{ended(done.returncode)}: {(done.stdout.strip().splitlines() or ['(no words)'])[-1]}",
-                fix="Is there enough memory for it?",
+                "ExecuTorch's export_llama", expected="a program", found=found, fix="Is there enough memory for it?"
             )
         os.replace(work / "model.pte", made)
     return made

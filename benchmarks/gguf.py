@@ -86,11 +86,9 @@ def write_gguf(path: str | Path, config: Any, *, seed: int = 0, tokens: Sequence
     with needed("gguf", "bench"):
         import gguf
     if config.model_type not in _ARCHITECTURES:
+        fix = "Bench without peers that read it."
         raise UnsupportedModelError(
-            f"model type {config.model_type}",
-            expected=", ".join(_ARCHITECTURES),
-            found=config.model_type,
-            fix="Bench without peers that read it.",
+            f"model type {config.model_type}", expected=", ".join(_ARCHITECTURES), found=config.model_type, fix=fix
         )
     bad = [f"{n} {s}" for n, s in _tensors(config) if _is_quantised(n, s) and s[-1] % _BLOCK]
     if bad:
@@ -101,11 +99,9 @@ def write_gguf(path: str | Path, config: Any, *, seed: int = 0, tokens: Sequence
         if _write(gguf, temporary, config, tokens, np.random.Generator(np.random.SFC64(seed)), unless=path):
             os.replace(temporary, path)
     except OSError as error:
+        expected, fix = "a folder that can be written, with room", "Choose another folder with --folder."
         raise ArtifactError(
-            f"writing {path}",
-            expected="a folder that can be written, with room",
-            found=error.strerror or str(error),
-            fix="Choose another folder with --folder.",
+            f"writing {path}", expected=expected, found=error.strerror or str(error), fix=fix
         ) from error
     finally:
         temporary.unlink(missing_ok=True)
@@ -127,11 +123,9 @@ def _write(
             with unless.open("rb") as there:
                 if there.read(len(header)) == header:
                     return False
+            fix = "Move it, or choose another folder with --folder."
             raise ArtifactError(
-                str(unless),
-                expected="random weights of the same sizes, or no file",
-                found="another file",
-                fix="Move it, or choose another folder with --folder.",
+                str(unless), expected="random weights of the same sizes, or no file", found="another file", fix=fix
             )
         head = "token_embd.weight" if config.tie_word_embeddings else "output.weight"
         for name, shape in tensors:

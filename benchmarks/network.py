@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-from types import TracebackType
 
 from torch_pi2.errors import Pi2Error
 
@@ -33,9 +32,7 @@ class Network:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._remove()
 
     def inside(self, rank: int) -> list[str]:

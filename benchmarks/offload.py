@@ -8,11 +8,10 @@ last tokens without a pipeline, as "LLM in a flash" (arXiv 2312.11514) has it.
 from __future__ import annotations
 
 import argparse
-import logging
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from benchmarks.peer import Peer, PeerError
 from benchmarks.subject import Rooms, synthetic_store
 from benchmarks.tables import Result, Table, at, ranged
 from torch_pi2.base.files import check_writable
+from torch_pi2.base.progress import log
 from torch_pi2.cli import common
 from torch_pi2.errors import ConfigError
 from torch_pi2.machine.device import find_device
@@ -35,8 +35,6 @@ from torch_pi2.store.folder import PI2_FOLDER
 from torch_pi2.store.storefile import STORE_FILE
 from torch_pi2.store.synthetic import TOPIC_TOKENS
 from torch_pi2.types.offload import OffloadConfig
-
-_log = logging.getLogger("torch_pi2")
 
 PEERS, ENGINES = ("llama.cpp",), ("auto", "pread", "io_uring")
 STREAMS = {
@@ -178,7 +176,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             about, measured[name] = _mode(how, path, cap_bytes, tokens, rounds, prompt)
         except PeerError as error:
             failed[name] = error
-            _log.error("mode %s: %s", name, error)
+            log.error("mode %s: %s", name, error)
     if not measured:
         raise next(iter(failed.values()))
     against_peers = {}
@@ -189,7 +187,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             against_peers["llama.cpp"] = _llama(gguf, settings["threads"], cap_bytes, prompt)
         except PeerError as error:
             failed["llama.cpp"] = error
-            _log.error("llama.cpp: %s", error)
+            log.error("llama.cpp: %s", error)
     if "llama.cpp" in against_peers:
         for key, ratio in (("tokens_per_s", "ratio"), ("prompt_tokens_per_s", "prompt_ratio")):
             ours, theirs = measured.get("pipeline", {}).get(key), against_peers["llama.cpp"].get(key)
@@ -221,12 +219,8 @@ def _simulated(device: str, modes: Sequence[str], peers: Sequence[str]) -> list[
     """Modes that a device can be simulated for. Raises ConfigError: no such device, or another engine to compare."""
     find_device(device)
     if peers:
-        raise ConfigError(
-            "--device with --peer",
-            expected="one of them",
-            found="both",
-            fix="Another engine reads at this machine's speed; compare with it without a device.",
-        )
+        fix = "Another engine reads at this machine's speed; compare with it without a device."
+        raise ConfigError("--device with --peer", expected="one of them", found="both", fix=fix)
     return [name for name in modes if name != "mmap"]
 
 
@@ -234,21 +228,16 @@ def _store(folder: Path | None, shape: str | None, seed: int) -> Path:
     """The folder with a store; made where none is named. Raises ConfigError."""
     if folder is not None:
         if not (folder / PI2_FOLDER / STORE_FILE).is_file():
-            raise ConfigError(
-                str(folder),
-                expected=f"a folder with a neuron store ({PI2_FOLDER}/{STORE_FILE})",
-                found="none",
-                fix="Make one with `torch-pi2 pack`.",
-            )
+            expected = f"a folder with a neuron store ({PI2_FOLDER}/{STORE_FILE})"
+            raise ConfigError(str(folder), expected=expected, found="none", fix="Make one with `torch-pi2 pack`.")
         return folder
     return synthetic_store(shape or "mistral-7b", seed)
 
 
 def _base_rss(threads: int) -> int:
     """Resident memory of a process that is ready to load a model."""
-    peer = Peer("benchmarks.peer_offload", {"threads": threads})
-    peer.close()
-    return int(peer.about["base_rss_bytes"])
+    with closing(Peer("benchmarks.peer_offload", {"threads": threads})) as peer:
+        return int(peer.about["base_rss_bytes"])
 
 
 def _compiling_bytes(settings: Mapping[str, Any], budget: int, config: OffloadConfig, base: int) -> int:
@@ -256,11 +245,8 @@ def _compiling_bytes(settings: Mapping[str, Any], budget: int, config: OffloadCo
     how = {**settings, "budget": budget, "offload": asdict(config), "trace": None}
     most = 0
     for _ in range(2):
-        peer = Peer("benchmarks.peer_offload", how)
-        try:
+        with closing(Peer("benchmarks.peer_offload", how)) as peer:
             most = peer.round(_PROMPT, 1)["peak_rss_bytes"]
-        finally:
-            peer.close()
     return max(0, most - base - budget)
 
 
@@ -271,15 +257,14 @@ def _mode(
     cap.evict(path)
     if cap_bytes and settings["trace"]:
         cap_bytes += TRACE_BYTES
-    with cap.MemoryCap(cap_bytes) if cap_bytes else nullcontext() as group:
-        peer = Peer("benchmarks.peer_offload", {**settings, "cap": str(group.folder) if group else None})
-        try:
-            first = peer.round(_PROMPT, _WARM_UP)
-            kept = [peer.round(0, tokens) for _ in range(rounds)]
-            prompts = [peer.round(prompt, 0) for _ in range(rounds + 1)][1:] if prompt else []
-            most = group.most_bytes() if group else None
-        finally:
-            peer.close()
+    with (
+        cap.MemoryCap(cap_bytes) if cap_bytes else nullcontext() as group,
+        closing(Peer("benchmarks.peer_offload", {**settings, "cap": group and str(group.folder)})) as peer,
+    ):
+        first = peer.round(_PROMPT, _WARM_UP)
+        kept = [peer.round(0, tokens) for _ in range(rounds)]
+        prompts = [peer.round(prompt, 0) for _ in range(rounds + 1)][1:] if prompt else []
+        most = group.most_bytes() if group else None
     figures = _figures(kept, int(settings["threads"]))
     budget = peer.about["budget"]
     return peer.about, {
@@ -364,23 +349,13 @@ def _llama(gguf: Path, threads: int, cap_bytes: int, prompt: int) -> dict[str, A
     """llama.cpp in a group of ``cap_bytes``: a few tokens, as it takes seconds for each, and one prompt."""
     warmed = cap.warm(gguf)
     with cap.MemoryCap(cap_bytes) as group:
-        peer = Peer(
-            "benchmarks.peer_llama",
-            {
-                "gguf": str(gguf),
-                "threads": threads,
-                "context": max(_LLAMA_PROMPT + _LLAMA_TOKENS, prompt) + 1,
-                "repack": False,
-                "cap": str(group.folder),
-            },
-        )
-        try:
+        context = max(_LLAMA_PROMPT + _LLAMA_TOKENS, prompt) + 1
+        how = {"gguf": str(gguf), "threads": threads, "context": context, "repack": False, "cap": str(group.folder)}
+        with closing(Peer("benchmarks.peer_llama", how)) as peer:
             peer.round(_LLAMA_PROMPT, _LLAMA_WARM_UP)
             theirs = peer.round(_LLAMA_PROMPT, _LLAMA_TOKENS)
             seconds = peer.round(prompt, 0)["prompt_s"] if prompt else None
             most = group.most_bytes()
-        finally:
-            peer.close()
     disk = theirs["disk_bytes"]
     return {
         "tokens_per_s": round(_LLAMA_TOKENS / theirs["decode_s"], 4),

@@ -83,12 +83,8 @@ class Peer:
         except BrokenPipeError:
             line = ""
         if not line:
-            raise PeerError(
-                self._module,
-                expected="an answer",
-                found=ended(self._process.wait()),
-                fix="See its messages on standard error above; is there enough memory for it?",
-            )
+            fix = "See its messages on standard error above; is there enough memory for it?"
+            raise PeerError(self._module, expected="an answer", found=ended(self._process.wait()), fix=fix)
         answer: dict[str, Any] = json.loads(line)
         if "missing" in answer:
             raise LibraryMissingError(

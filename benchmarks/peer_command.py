@@ -32,12 +32,8 @@ def program(command: str) -> list[str]:
     except (ValueError, IndexError) as error:
         words, found = [], f"{command!r} ({error})"
     if found:
-        raise ConfigError(
-            "--peer-command",
-            expected="a program like llama-bench, perhaps with options",
-            found=found,
-            fix="Build it, or give its path.",
-        )
+        expected = "a program like llama-bench, perhaps with options"
+        raise ConfigError("--peer-command", expected=expected, found=found, fix="Build it, or give its path.")
     return words
 
 
@@ -80,12 +76,8 @@ class CommandPeer:
             log.seek(0)
             printed, said = out.read(), log.read()
         if process.returncode:
-            raise PeerError(
-                self.name,
-                expected="exit code 0",
-                found=f"{ended(process.returncode)}: {(said.strip().splitlines() or ['(no words)'])[-1]}",
-                fix=f"Run it by hand: {shlex.join(words)}",
-            )
+            found = f"{ended(process.returncode)}: {(said.strip().splitlines() or ['(no words)'])[-1]}"
+            raise PeerError(self.name, expected="exit code 0", found=found, fix=f"Run it by hand: {shlex.join(words)}")
         try:
             tests = json.loads(printed)
             prompt_s, decode_s = (self._seconds(tests, *test) for test in ((prompt, 0), (0, tokens)))

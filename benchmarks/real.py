@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -87,12 +88,10 @@ def _of_file(file: Path, args: argparse.Namespace) -> tuple[list[dict[str, Any]]
 
 def _round(engine: str, settings: Mapping[str, Any], tokens: int) -> dict[str, float]:
     cold = _cold(engine, settings)
-    peer = Peer(f"benchmarks.peer_{'llama' if engine == LLAMA else 'real'}", {**settings, "context": DEEP + tokens})
-    try:
+    module = f"benchmarks.peer_{'llama' if engine == LLAMA else 'real'}"
+    with closing(Peer(module, {**settings, "context": DEEP + tokens})) as peer:
         peer.round(16, 16)  # steps are recorded, memory is touched
         short, long, deep = (peer.round(prompt, tokens) for prompt in (16, LONG, DEEP))
-    finally:
-        peer.close()
     speed = {"tokens_per_s": tokens / short["decode_s"], "deep_tokens_per_s": tokens / deep["decode_s"]}
     speed |= {key: peer.about[key] for key in ("load_s", "first_load_s")} | {
         "prompt_tokens_per_s": LONG / long["prompt_s"]
@@ -132,7 +131,7 @@ def _served(engine: str, settings: Mapping[str, Any]) -> dict[str, float]:
         words = ["serve", settings["gguf"], "--threads", str(settings["threads"]), "--port", "{port}"]
         server = Server(OURS, "torch_pi2", words, {})
     ready_s = time.perf_counter() - started
-    try:
+    with closing(server):
         asked = {"model": server.model, "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "stream": True}
         started = time.perf_counter()
         with httpx.stream("POST", f"{server.url}/completions", json=asked, timeout=None) as got:
@@ -140,8 +139,6 @@ def _served(engine: str, settings: Mapping[str, Any]) -> dict[str, float]:
                 if line.startswith("data: {") and json.loads(line[6:])["choices"][0].get("text"):
                     first_s = time.perf_counter() - started
                     return {"ready_s": ready_s, "first_text_s": first_s, "serve_peak_bytes": server.peak_rss_bytes()}
-    finally:
-        server.close()
     raise PeerError(engine, expected="a stream of text", found=f"status {got.status_code}", fix="Run it by itself.")
 
 

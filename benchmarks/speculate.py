@@ -87,12 +87,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if device is not None:
         find_device(device)
         if args.ffn_in_memory == 1:
-            raise ConfigError(
-                f"--device {device}",
-                expected="--ffn-in-memory below 1 beside it",
-                found="everything in memory, which reads nothing",
-                fix="Pass both.",
-            )
+            found, fix = "everything in memory, which reads nothing", "Pass both."
+            raise ConfigError(f"--device {device}", expected="--ffn-in-memory below 1 beside it", found=found, fix=fix)
     trust = args.trust_remote_code or (shape is None and folder is None)  # our own model brings its code
     if args.ffn_in_memory < 1:
         made, config = _store(shape, folder, weights, seed), OffloadConfig(device=device)

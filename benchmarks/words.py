@@ -25,12 +25,8 @@ def vocabulary(size: int) -> list[str]:
     """
     fixed = [END, *_LETTERS, *("".join(pair) for pair in MERGES)]
     if size < len(fixed):
-        raise ConfigError(
-            "vocabulary",
-            expected=f"{len(fixed)} tokens or more, for letters",
-            found=str(size),
-            fix="Choose another shape.",
-        )
+        fix = "Choose another shape."
+        raise ConfigError("vocabulary", expected=f"{len(fixed)} tokens or more, for letters", found=str(size), fix=fix)
     return fixed + [f"Ġw{number}" for number in range(size - len(fixed))]
 
 

@@ -180,11 +180,9 @@ class StateMemory:
         tensor = self.tensors[kind, number]
         check_dtype(tensor, like)
         if tensor.shape[1:] != shape:
+            expected = f"the same size for every prompt, {list(tensor.shape[1:])}"
             raise UnsupportedModelError(
-                f"recurrent states ({kind})",
-                expected=f"the same size for every prompt, {list(tensor.shape[1:])}",
-                found=str(list(shape)),
-                fix="Use model.generate.",
+                f"recurrent states ({kind})", expected=expected, found=str(list(shape)), fix="Use model.generate."
             )
         return tensor
 
@@ -438,11 +436,9 @@ def static_cache(model: nn.Module, max_tokens: int) -> Any:
         if states is None and isinstance(layer, StaticLayer) and layer.is_sliding:
             cache.layers[i] = StaticLayer(max_cache_len=max_tokens)
         elif type(layer).__name__ not in known or (hasattr(layer, "conv_states") and states is None):
+            expected = "keys and values of plain attention, or recurrent states as since transformers 5.24"
             raise UnsupportedModelError(
-                f"KV cache of layer {i}",
-                expected="keys and values of plain attention, or recurrent states as since transformers 5.24",
-                found=type(layer).__name__,
-                fix="Use model.generate.",
+                f"KV cache of layer {i}", expected=expected, found=type(layer).__name__, fix="Use model.generate."
             )
     return cache
 
