@@ -102,9 +102,8 @@ class _Converted:
                 usual = max(shapes, key=shapes.count)
                 for (_, own), shape in zip(parts, shapes):
                     if shape != usual:
-                        Field(shape, own, "Get the checkpoint again.").wrong(
-                            f"{usual}, as others of {self._first}", str(shape)
-                        )
+                        fix = "Get the checkpoint again."
+                        Field(shape, own, fix).wrong(f"{usual}, as others of {self._first}", str(shape))
             raise UnsupportedModelError(
                 f"{self._first}, which transformers makes of other tensors",
                 expected="an operation that needs no more than their shapes to say its result's",

@@ -89,9 +89,8 @@ def quantize(
     _check(source, folder, weights, quantization, calibration)
     parts = None if plan is None else Path(plan)
     if parts is not None and (source / PI2_FOLDER).exists():
-        argument(parts, "quantize(plan=...)", "Leave it out, or name the dense checkpoint.").wrong(
-            "none: the folder has its own", str(parts)
-        )
+        fix = "Leave it out, or name the dense checkpoint."
+        argument(parts, "quantize(plan=...)", fix).wrong("none: the folder has its own", str(parts))
     if parts is not None:
         with Parts(parts) as opened:
             own = opened.plan()

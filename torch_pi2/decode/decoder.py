@@ -73,9 +73,8 @@ def check_vocabulary(model: nn.Module, input_ids: torch.Tensor, what: str = "inp
     wrong = input_ids[(input_ids < 0) | (input_ids >= vocab)]
     if wrong.numel():
         found = f"the token {int(wrong[0])}"
-        argument(wrong, what, "Use the tokenizer of this model.").wrong(
-            f"tokens of 0 to {vocab - 1}, the model's vocabulary", found
-        )
+        fix = "Use the tokenizer of this model."
+        argument(wrong, what, fix).wrong(f"tokens of 0 to {vocab - 1}, the model's vocabulary", found)
 
 
 def _checked(result_BN: torch.Tensor) -> torch.Tensor:

@@ -137,9 +137,8 @@ class Group:
         other = next((rank for rank, one in enumerate(digests) if one != digests[0]), None)
         if other is not None:
             fix = "All processes make the same calls: they compute one model together."
-            argument(call, f"{what} of process {other} of {self.size}", fix).wrong(
-                "the tokens and settings that process 0 has", "others"
-            )
+            expected = "the tokens and settings that process 0 has"
+            argument(call, f"{what} of process {other} of {self.size}", fix).wrong(expected, "others")
 
     def run(self, work: Callable[..., torch.Tensor], *arguments: Any, **named: Any) -> torch.Tensor:
         """``work(*arguments, **named)`` within :meth:`together`; callers of compiled code enter that themselves."""

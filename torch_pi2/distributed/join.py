@@ -38,9 +38,8 @@ def own_shard(folder: Path) -> Path:
     rank = _check_group(str(folder), ranks)
     if rank not in shards:
         fix = "Copy that folder to this machine, or start the process on the machine that has it."
-        argument(folder, str(folder), fix).wrong(
-            f"{shard_name(rank, ranks)}, as this is process {rank}", ", ".join(path.name for path in shards.values())
-        )
+        expected = f"{shard_name(rank, ranks)}, as this is process {rank}"
+        argument(folder, str(folder), fix).wrong(expected, ", ".join(path.name for path in shards.values()))
     return shards[rank]
 
 
@@ -115,9 +114,8 @@ def join(reader: StoreReader, plan: Plan, hf: Any, how: GroupConfig, settings: M
         for name, value in first.items():
             if theirs[name] != value:
                 fix = "Give all processes the same: they compute one model together."
-                argument(theirs[name], f"{name} of process {rank} of {shard.ranks}", fix).wrong(
-                    f"{value}, as process 0 has", theirs[name]
-                )
+                expected = f"{value}, as process 0 has"
+                argument(theirs[name], f"{name} of process {rank} of {shard.ranks}", fix).wrong(expected, theirs[name])
     shards = tuple(Shard.from_json(Field(parse(text, "shard"), "shard", "")) for _, text, _ in everyone)
     check_complete(shards, str(reader.path))
     torch.set_rng_state(random_state)

@@ -116,9 +116,8 @@ def _chunks(layer: LayerPlan, shares: Sequence[float]) -> list[tuple[int, ...]]:
     reads_I = torch.where(hot, 1.0, fires)
     work = [float(part.sum()) for part in reads_I.split(size)]
     if len(work) < len(shares):
-        argument(len(shares), f"{len(shares)} machines for {layer.site.key}", "Use fewer machines.").wrong(
-            f"at most {len(work)}, as it has {len(work)} chunks of {size} neurons"
-        )
+        expected = f"at most {len(work)}, as it has {len(work)} chunks of {size} neurons"
+        argument(len(shares), f"{len(shares)} machines for {layer.site.key}", "Use fewer machines.").wrong(expected)
     counts = _apportioned(len(work), shares)
     mine: list[list[int]] = [[] for _ in shares]
     done = [0.0] * len(shares)
@@ -154,9 +153,8 @@ def shards_in(folder: Path) -> dict[int, Path]:
     named = {path: match for path in sorted(folder.iterdir()) if (match := SHARD_NAME.fullmatch(path.name))}
     sizes = {int(match[2]) for match in named.values()}
     if len(sizes) > 1:
-        Field(folder, str(folder), "Remove those of an earlier torch-pi2 pack --ranks.").wrong(
-            "shards of one number of machines", f"of {' and '.join(map(str, sorted(sizes)))}"
-        )
+        expected, found = "shards of one number of machines", f"of {' and '.join(map(str, sorted(sizes)))}"
+        Field(folder, str(folder), "Remove those of an earlier torch-pi2 pack --ranks.").wrong(expected, found)
     return {int(match[1]): path for path, match in named.items()}
 
 

@@ -136,9 +136,8 @@ def _check_model(
     what = f"export of {type(model).__name__}"
     if dynamic_shapes is not None and not has_example:
         fix = "Leave it out for a Hugging Face decoder, whose methods have shapes of their own."
-        argument(dynamic_shapes, f"{what} with dynamic_shapes", fix).wrong(
-            "the example inputs that they describe (args=... or kwargs=...)", "none"
-        )
+        expected = "the example inputs that they describe (args=... or kwargs=...)"
+        argument(dynamic_shapes, f"{what} with dynamic_shapes", fix).wrong(expected, "none")
     if not decoder and not has_example:
         fix = "Pass what torch.export.export takes."
         argument(model, what, fix).wrong("example inputs (args=...), as it is no Hugging Face decoder", "none")

@@ -138,9 +138,8 @@ def chunks_per_batch(
     wrong = [] if given is None else [batch for batch in batches if given.get(batch, 0) < 1]
     if given is not None and wrong:
         fix = "Correct it. (By default an NPU gets what the statistics say, and xnnpack nothing.)"
-        argument(given, "export(hot=...)", fix).wrong(
-            f"1 or more chunks for each batch size of {list(batches)}", f"{given.get(wrong[0])} for {wrong[0]}"
-        )
+        expected = f"1 or more chunks for each batch size of {list(batches)}"
+        argument(given, "export(hot=...)", fix).wrong(expected, f"{given.get(wrong[0])} for {wrong[0]}")
     most = [-(-ffn.site.intermediate // CHUNK) for ffn in layers]
     return {batch: [max(1, min(wanted(batch, i, ffn), most[i])) for i, ffn in enumerate(layers)] for batch in batches}
 

@@ -175,9 +175,8 @@ class Pi2Partitioner(BlobPartitioner):
         layers = exported_layers(model)
         if not layers:
             fix = "Import it with neurons='all', or lower it without this partitioner."
-            Field(model, "Pi2Partitioner", fix, UnsupportedModelError).wrong(
-                "a model with neurons", f"a {type(model).__name__} without any"
-            )
+            found = f"a {type(model).__name__} without any"
+            Field(model, "Pi2Partitioner", fix, UnsupportedModelError).wrong("a model with neurons", found)
         names = {id(module): name for name, module in model.named_modules() if isinstance(module, SparseLayer)}
         facts = write_store(Path(store), layers, get_state(model).plan)
         self._layers = layers
@@ -230,14 +229,12 @@ class Pi2Partitioner(BlobPartitioner):
         found = [layer for layer in (self._layer(program, node) for node in program.graph.nodes) if layer is not None]
         if not found:
             fix = "Export the optimised model, not the dense one; leave the partitioner out for other methods."
-            argument(program, "Pi2Partitioner", fix).wrong(
-                "a program with feed-forward layers of its model, from torch_pi2.export_program", "one without"
-            )
+            expected = "a program with feed-forward layers of its model, from torch_pi2.export_program"
+            argument(program, "Pi2Partitioner", fix).wrong(expected, "one without")
         if len({*found}) < len(found):
             fix = "Leave the partitioner out: feed-forward layers are then lowered with weights in the .pte."
-            Field(program, "Pi2Partitioner", fix, UnsupportedModelError).wrong(
-                "layers that are called once", f"layer {next(i for i in found if found.count(i) > 1)} called twice"
-            )
+            twice = f"layer {next(i for i in found if found.count(i) > 1)} called twice"
+            Field(program, "Pi2Partitioner", fix, UnsupportedModelError).wrong("layers that are called once", twice)
 
 
 #: Most threads of ExecuTorch's pool with partial sums in our attention; and, in a row of sums, padding, maximum and

@@ -102,9 +102,8 @@ def export_program(
     layers = homes(model)
     if not layers:
         fix = "Call torch_pi2.optimize(model, ...) first, or torch.export.export for the dense model."
-        Field(model, type(model).__name__, fix, UnsupportedModelError).wrong(
-            "a model that torch_pi2.optimize has rewritten", "a dense model"
-        )
+        expected = "a model that torch_pi2.optimize has rewritten"
+        Field(model, type(model).__name__, fix, UnsupportedModelError).wrong(expected, "a dense model")
     model.eval()
     what = f"torch.export of {type(model).__name__}"
     with torch.no_grad(), _in_row_order(model), named_failures(what, "a model that torch.export can trace"):
@@ -114,9 +113,8 @@ def export_program(
     operators = ("pi2.sparse_ffn", "pi2.experts_ffn")
     count = sum(str(node.target).startswith(operators) for node in exported.graph.nodes)
     if count < len(layers):  # more: a layer is called twice
-        Field(model, what, "Export inputs that call all of them.", UnsupportedModelError).wrong(
-            f"all {len(layers)} sparse FFNs as operators of the program", f"only {count}"
-        )
+        expected, found = f"all {len(layers)} sparse FFNs as operators of the program", f"only {count}"
+        Field(model, what, "Export inputs that call all of them.", UnsupportedModelError).wrong(expected, found)
     return exported
 
 

@@ -118,9 +118,8 @@ class Bundle:
         self.manifest = Manifest.load(self.folder, verify is not False)
         for name, given in (("store", store), ("trace", trace)):
             if given is not None and not self.manifest.model.layers:
-                argument(given, f"Bundle({self.folder}, {name}=...)", "Leave it out.").wrong(
-                    "a bundle with neurons", "one without, all of whose weights are in its program"
-                )
+                expected, found = "a bundle with neurons", "one without, all of whose weights are in its program"
+                argument(given, f"Bundle({self.folder}, {name}=...)", "Leave it out.").wrong(expected, found)
         place = Path(self.folder if store is None else store).absolute()
         self.store = place / STORE_FILE if place.is_dir() else place
         what: Any = "loaded" if verify is None else "all" if verify else "sizes"
@@ -434,9 +433,8 @@ class Program:
         backend.load_library()
         made_by = manifest.made_by.get("executorch", "").partition("+")[0]
         if made_by not in ("", backend.EXECUTORCH):
-            Field(made_by, f"program of {folder}", "Export again.", VersionError).wrong(
-                f"one of ExecuTorch {backend.EXECUTORCH}, which is installed", made_by
-            )
+            expected = f"one of ExecuTorch {backend.EXECUTORCH}, which is installed"
+            Field(made_by, f"program of {folder}", "Export again.", VersionError).wrong(expected, made_by)
         if manifest.target.startswith("qnn:"):
             from torch_pi2.export.qnn import sdk
 

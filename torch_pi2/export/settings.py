@@ -109,6 +109,5 @@ def check_bundle_folder(folder: Path) -> None:
         with suppress(ArtifactError):  # another program's manifest.json
             ours |= Manifest.load(folder, verify=False).files.keys()
     if not folder.is_dir() or ours == {MANIFEST_FILE} or {path.name for path in entries(folder)} - ours - {*BESIDE}:
-        Field(folder, str(folder), "Choose another folder.").wrong(
-            "a new or empty folder, or an earlier bundle", "other files" if folder.is_dir() else "a file"
-        )
+        found = "other files" if folder.is_dir() else "a file"
+        Field(folder, str(folder), "Choose another folder.").wrong("a new or empty folder, or an earlier bundle", found)

@@ -258,13 +258,7 @@ def chat_text(tokenizer: Any, messages: Any) -> str:
 
 GENERATION_FILE = "generation_config.json"
 #: Field -> its name in that file. Without temperature: answers are greedy by default.
-_NAMES = {
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "stop": "stop_strings",
-}
+_NAMES = {name: name for name in ("top_k", "top_p", "min_p", "repetition_penalty")} | {"stop": "stop_strings"}
 
 
 class SamplingKeywords(TypedDict, total=False):

@@ -126,9 +126,8 @@ class Pi2Quantizer(HfQuantizer):
         if type(model).__name__ != wanted:
             # not a ValueError: a pipeline would catch it, try the folder's class, and take logits for features
             fix = "Use AutoModelForCausalLM; its model.model is the model without the last layer."
-            Field(model, f"opening {self._folder}", fix, UnsupportedModelError).wrong(
-                f"a {wanted}, which its plan was made for", f"a {type(model).__name__}"
-            )
+            expected, found = f"a {wanted}, which its plan was made for", f"a {type(model).__name__}"
+            Field(model, f"opening {self._folder}", fix, UnsupportedModelError).wrong(expected, found)
         if not Path(model.name_or_path).is_dir():
             _fetch(model.name_or_path, self._folder)
         if self.quantization_config.weights is not None:

@@ -82,9 +82,8 @@ def _saving(usual: Callable[..., Any]) -> Callable[..., Any]:
         for name in _UNSUPPORTED:
             if given.get(name):
                 fix = "Use model.push_to_hub(name)." if name == "push_to_hub" else "Leave it out."
-                argument(given, f"save_pretrained({name}=...)", fix).wrong(
-                    "a model with the weights that it was loaded with", "other files or values to write"
-                )
+                expected = "a model with the weights that it was loaded with"
+                argument(given, f"save_pretrained({name}=...)", fix).wrong(expected, "other files or values to write")
         if given.get("is_main_process", True):
             _write(self, Path(save_directory))
         return None

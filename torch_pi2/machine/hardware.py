@@ -156,9 +156,8 @@ class Hardware:
             kernel = self.kernels.get(timed_as(name))
             if kernel is None:
                 fix = "Choose one of these, or measure again with this version: torch-pi2 doctor --measure."
-                argument(name, f"kernels of hardware {self.name}", fix).wrong(
-                    ", ".join(self.kernels) or "none", repr(name)
-                )
+                expected = ", ".join(self.kernels) or "none"
+                argument(name, f"kernels of hardware {self.name}", fix).wrong(expected, repr(name))
             self._memo[key] = _at(getattr(kernel, part), tokens)
         return self._memo[key]
 

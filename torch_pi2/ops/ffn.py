@@ -73,9 +73,8 @@ def sparse_ffn(
     else:
         gate_TI = act(project(0, bias_up))
         h_TI = gate_TI
-    fires_TI = ~(
-        gate_TI.abs() <= (threshold if thresholds is None else thresholds)
-    )  # so that NaN fires and stays visible
+    # so that NaN fires and stays visible
+    fires_TI = ~(gate_TI.abs() <= (threshold if thresholds is None else thresholds))
     if active is not None:
         fires_TI[:, n_hot:] &= active.reshape(len(x_TH), intermediate - n_hot).bool()
     fires_TI[:, :n_hot] = True

@@ -88,9 +88,8 @@ def plan_for(
     known = stats or state.stats or stored_stats(model)
     if known is None:
         fix = "Pass stats=: of torch_pi2.profile or torch_pi2.watch."
-        Field(stats, f"planning a {type(model).__name__}", fix, CalibrationError).wrong(
-            "statistics: how often neurons fire decides which are hot", "none"
-        )
+        expected = "statistics: how often neurons fire decides which are hot"
+        Field(stats, f"planning a {type(model).__name__}", fix, CalibrationError).wrong(expected, "none")
     base = without_hot(state.plan)
     shape = ModelShape.of(model, known, base)
     request = Request(

@@ -165,9 +165,8 @@ def check(request: Request) -> None:
     two = next((layer for layer in request.shape.layers if has_two_formats(layer.weights)), None)
     if request.accelerator_bytes and two is not None:
         fix = "Leave it out, or import the model's file with neurons='int8'."
-        Field(two, f"accelerator memory for {two.key}", fix, UnsupportedModelError).wrong(
-            "neurons of one format", two.weights
-        )
+        expected = "neurons of one format"
+        Field(two, f"accelerator memory for {two.key}", fix, UnsupportedModelError).wrong(expected, two.weights)
     _check_memory(request)
 
 
@@ -187,6 +186,5 @@ def _check_memory(request: Request) -> None:
         what = f"everything in memory, for batches to {batch} of {request.context} tokens"
         fix = "Pack the model and plan it with a budget, or for fewer sequences (batches) or a shorter context."
     if needed > request.hardware.memory_bytes:
-        argument(request.budget_bytes, what, fix).wrong(
-            f"at most {request.hardware.memory_bytes} bytes, which {request.hardware.name} has", f"{needed} bytes"
-        )
+        expected = f"at most {request.hardware.memory_bytes} bytes, which {request.hardware.name} has"
+        argument(request.budget_bytes, what, fix).wrong(expected, f"{needed} bytes")

@@ -83,9 +83,8 @@ class ServedModel:
         """Token ids of each prompt. Raises ConfigError: the model, its tokenizer or the batch cannot take them."""
         count = request.n * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
         if count > self.batch.capacity:
-            argument(count, "n", "Ask for fewer, or start with a longer queue (--max-queue).").wrong(
-                f"at most {self.batch.capacity} answers to all prompts, decoded or waiting", str(count)
-            )
+            expected, found = f"at most {self.batch.capacity} answers to all prompts, decoded or waiting", str(count)
+            argument(count, "n", "Ask for fewer, or start with a longer queue (--max-queue).").wrong(expected, found)
         if request.top is not None:
             self.bytes_of(0)  # takes a second the first time: not in the event loop
         if isinstance(request, ChatRequest):
@@ -162,9 +161,8 @@ class ServedModel:
 
         wrong = next((token for token in request.logit_bias if not 0 <= token < self._vocabulary), None)
         if wrong is not None:
-            argument(wrong, "logit_bias", "Use the tokenizer of this model.").wrong(
-                f"tokens of 0 to {self._vocabulary - 1}", str(wrong)
-            )
+            fix = "Use the tokenizer of this model."
+            argument(wrong, "logit_bias", fix).wrong(f"tokens of 0 to {self._vocabulary - 1}", str(wrong))
         seed = secrets.randbits(48) if request.seed is None else request.seed & (1 << 48) - 1
         greedy = request.temperature < LEAST_TEMPERATURE
         return Sequence(

@@ -115,6 +115,5 @@ class ResumeInfo:
         other += [f"{name} ({ours[name]}, now {now})" for name, now in theirs.items() if ours[name] != now]
         if other:
             fix = "Use the command that it was started with, or remove that folder."
-            Field(settings, f"training begun in {folder}", fix, StaleArtifactError).wrong(
-                "the same model, text and settings as before", f"another {', another '.join(other)}"
-            )
+            expected, found = "the same model, text and settings as before", f"another {', another '.join(other)}"
+            Field(settings, f"training begun in {folder}", fix, StaleArtifactError).wrong(expected, found)

@@ -276,18 +276,16 @@ def held_back(windows_NT: torch.Tensor, batch: int) -> tuple[torch.Tensor, torch
 
 def _check_enough(windows: int, batch: int, window: int, what: str = "text to train on") -> None:
     if windows < batch:
-        Field(windows, what, "Pass more text, or a smaller batch or window.", CalibrationError).wrong(
-            f"at least {batch} windows of {window} tokens", f"{max(0, windows)}"
-        )
+        expected, found = f"at least {batch} windows of {window} tokens", f"{max(0, windows)}"
+        Field(windows, what, "Pass more text, or a smaller batch or window.", CalibrationError).wrong(expected, found)
 
 
 def _check_model_takes(model: Any, *windows: torch.Tensor) -> None:
     """Raises ConfigError: ``windows`` exceed the positions or the vocabulary of ``model``."""
     places, window = getattr(model.config.get_text_config(), "max_position_embeddings", None), windows[0].shape[1]
     if places and window > places:
-        argument(window, "sparsify(window=...)", "Pass a smaller window.").wrong(
-            f"at most {places}, the positions that the model has (max_position_embeddings)"
-        )
+        expected = f"at most {places}, the positions that the model has (max_position_embeddings)"
+        argument(window, "sparsify(window=...)", "Pass a smaller window.").wrong(expected)
     vocabulary = model.get_input_embeddings().num_embeddings
     highest = max(int(part.max()) for part in windows)
     if highest >= vocabulary:

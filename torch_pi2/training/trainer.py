@@ -177,9 +177,8 @@ def training_arguments(settings: SparsifySettings, folder: Path, steps: int) -> 
         ) from error
     shared = settings.accumulate * arguments.world_size
     if settings.batch % shared:
-        argument(settings.batch, "sparsify(batch=...)", "Change one of them.").wrong(
-            f"a multiple of {shared} ({arguments.world_size} processes, accumulate={settings.accumulate})"
-        )
+        expected = f"a multiple of {shared} ({arguments.world_size} processes, accumulate={settings.accumulate})"
+        argument(settings.batch, "sparsify(batch=...)", "Change one of them.").wrong(expected)
     arguments.per_device_train_batch_size = settings.batch // shared
     arguments._n_gpu = min(1, arguments.n_gpu)  # one GPU for each process
     return arguments

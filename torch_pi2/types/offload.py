@@ -156,9 +156,8 @@ class Budget:
         """The same parts, with the rest of ``total`` as the cache. Raises ConfigError: they do not fit."""
         left = total - self.smallest
         if left < 0:
-            argument(total, f"budget for {folder}", "Give it more.").wrong(
-                f"at least {mebibytes(self.smallest, up=True)}, for all but neurons", mebibytes(total)
-            )
+            expected = f"at least {mebibytes(self.smallest, up=True)}, for all but neurons"
+            argument(total, f"budget for {folder}", "Give it more.").wrong(expected, mebibytes(total))
         slots = min(self.neurons // self.slot, left // (self.slot + SLOT_BYTES))
         return replace(self, total=total, cache=slots * self.slot)
 

@@ -209,9 +209,8 @@ class FFNSite:
                 site.at(name).at("bias").text()
             rows = (0, 1) if ref.rows is None else ref.rows
             if len(rows) not in (2, 3) or rows[0] >= rows[1] or 0 in rows[2:]:
-                site.at(name).at("rows").wrong(
-                    "the first of some rows and the one after the last, and the step between them if it is not 1"
-                )
+                expected = "the first of some rows and the one after the last, and the step between them if it is not 1"
+                site.at(name).at("rows").wrong(expected)
         if made.up_first and (not made.gated or made.activation_on_up or made.experts is not None):
             site.at("activation").wrong("one of the second of two matrices only where the first has none, in no expert")
         return made
@@ -227,9 +226,8 @@ def check_weights(site: FFNSite, weights: FFNWeights) -> None:
     dtypes = {dtype_name(v.dtype) for v in named.values()}
     if len(dtypes) != 1 or not dtypes <= {*FLOATS}:
         fix = "Convert the model with model.to(torch.bfloat16) (or float32) first."
-        Field(dtypes, f"dtypes of {site.key}", fix, DtypeError).wrong(
-            f"one of {', '.join(FLOATS)} for all its weights and biases", ", ".join(sorted(dtypes))
-        )
+        expected = f"one of {', '.join(FLOATS)} for all its weights and biases"
+        Field(dtypes, f"dtypes of {site.key}", fix, DtypeError).wrong(expected, ", ".join(sorted(dtypes)))
     for name, tensor in named.items():
         check_finite(f"{site.key} {name}", tensor)
 

@@ -167,9 +167,8 @@ class LayerStats(LayerHead):
             )
         if batch < 1 or batch > sizes[-1]:
             fix = "Profile with a larger batch_size, or watch so many sequences being decoded together."
-            argument(batch, f"batch size for the firing frequency of {self.key}", fix).wrong(
-                f"1 to {sizes[-1]} (what was profiled)"
-            )
+            expected = f"1 to {sizes[-1]} (what was profiled)"
+            argument(batch, f"batch size for the firing frequency of {self.key}", fix).wrong(expected)
         upper = next(s for s in sizes if s >= batch)
         lower = max(s for s in sizes if s <= batch)
         low, high = (

@@ -75,9 +75,8 @@ def find() -> Libraries:
 def check_soc(soc: str) -> None:
     if soc not in SOCS:
         fix = "Choose the part number of the phone's chip, for instance target='qnn:SM8650'."
-        argument(soc, "Qualcomm SoC of the target", fix).wrong(
-            f"one of {', '.join(f'{name} ({what})' for name, what in SOCS.items())}"
-        )
+        expected = f"one of {', '.join(f'{name} ({what})' for name, what in SOCS.items())}"
+        argument(soc, "Qualcomm SoC of the target", fix).wrong(expected)
 
 
 def check_host() -> None:
