@@ -59,12 +59,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     kv, prompts, max_tokens, tokens, peer = args.kv, args.prompts, args.max_tokens, args.tokens, args.peer
     check_runner()
     if max(prompts) + tokens > max_tokens:
-        raise ConfigError(
-            "--prompts",
-            expected=f"prompts and answers of at most {max_tokens} tokens",
-            found=f"{max(prompts)} + {tokens} tokens",
-            fix="Choose a larger --max-tokens.",
-        )
+        expected, fix = f"prompts and answers of at most {max_tokens} tokens", "Choose a larger --max-tokens."
+        raise ConfigError("--prompts", expected=expected, found=f"{max(prompts)} + {tokens} tokens", fix=fix)
     folder = args.folder or synthetic_folder("llama-1b", "int4", args.seed)
     model: Any = torch_pi2.load(folder, activations="int8")
     subject, drawn, threads = (

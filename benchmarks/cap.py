@@ -113,9 +113,8 @@ def join(folder: str | Path) -> None:
         (Path(folder) / "cgroup.procs").write_text(str(os.getpid()))
     except OSError as error:
         fix = "Run it as root, or measure without a cap."
-        raise CapError(
-            "cap", expected=f"a group in {folder} that may be joined", found=error.strerror or str(error), fix=fix
-        ) from error
+        expected = f"a group in {folder} that may be joined"
+        raise CapError("cap", expected=expected, found=error.strerror or str(error), fix=fix) from error
 
 
 def read_bytes() -> int | None:

@@ -65,9 +65,8 @@ def exported(config: Any, folder: Path, max_tokens: int, seed: int = 0) -> Path:
         done = subprocess.run(command, cwd=work, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode or not (work / "model.pte").is_file():
             found = f"{ended(done.returncode)}: {(done.stdout.strip().splitlines() or ['(no words)'])[-1]}"
-            raise PeerError(
-                "ExecuTorch's export_llama", expected="a program", found=found, fix="Is there enough memory for it?"
-            )
+            fix = "Is there enough memory for it?"
+            raise PeerError("ExecuTorch's export_llama", expected="a program", found=found, fix=fix)
         os.replace(work / "model.pte", made)
     return made
 

@@ -87,9 +87,8 @@ def write_gguf(path: str | Path, config: Any, *, seed: int = 0, tokens: Sequence
         import gguf
     if config.model_type not in _ARCHITECTURES:
         fix = "Bench without peers that read it."
-        raise UnsupportedModelError(
-            f"model type {config.model_type}", expected=", ".join(_ARCHITECTURES), found=config.model_type, fix=fix
-        )
+        expected, found = ", ".join(_ARCHITECTURES), config.model_type
+        raise UnsupportedModelError(f"model type {config.model_type}", expected=expected, found=found, fix=fix)
     bad = [f"{n} {s}" for n, s in _tensors(config) if _is_quantised(n, s) and s[-1] % _BLOCK]
     if bad:
         raise ConfigError("shape for Q4_0", expected="rows of a multiple of 32", found=bad[0], fix="Change the shape.")
@@ -100,9 +99,8 @@ def write_gguf(path: str | Path, config: Any, *, seed: int = 0, tokens: Sequence
             os.replace(temporary, path)
     except OSError as error:
         expected, fix = "a folder that can be written, with room", "Choose another folder with --folder."
-        raise ArtifactError(
-            f"writing {path}", expected=expected, found=error.strerror or str(error), fix=fix
-        ) from error
+        found = error.strerror or str(error)
+        raise ArtifactError(f"writing {path}", expected=expected, found=found, fix=fix) from error
     finally:
         temporary.unlink(missing_ok=True)
     return path
@@ -124,9 +122,8 @@ def _write(
                 if there.read(len(header)) == header:
                     return False
             fix = "Move it, or choose another folder with --folder."
-            raise ArtifactError(
-                str(unless), expected="random weights of the same sizes, or no file", found="another file", fix=fix
-            )
+            expected = "random weights of the same sizes, or no file"
+            raise ArtifactError(str(unless), expected=expected, found="another file", fix=fix)
         head = "token_embd.weight" if config.tie_word_embeddings else "output.weight"
         for name, shape in tensors:
             writer.write_padding(file, file.tell())

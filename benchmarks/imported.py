@@ -94,9 +94,8 @@ def _quantised(base: Path, name: str, threads: int) -> Path:
     temporary = file.with_name(f".{file.name}.partial")
     failed = llama_cpp.llama_model_quantize(str(base).encode(), str(temporary).encode(), ctypes.byref(how))
     if failed:
-        raise ConfigError(
-            "llama.cpp's quantiser", expected=f"a file of {name}", found=f"error {failed}", fix="See above."
-        )
+        fix = "See above."
+        raise ConfigError("llama.cpp's quantiser", expected=f"a file of {name}", found=f"error {failed}", fix=fix)
     temporary.replace(file)
     return file
 

@@ -70,9 +70,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     )
     quantised, int8 = weights not in _FLOATS, args.activations == "int8"
     if int8 and not quantised:
-        raise ConfigError(
-            "activations", expected=f"float with {weights} weights", found="int8", fix="Choose another value."
-        )
+        fix = "Choose another value."
+        raise ConfigError("activations", expected=f"float with {weights} weights", found="int8", fix=fix)
     load()
     generator = torch.Generator().manual_seed(args.seed)
     kind = _FLOATS.get(weights, weights)

@@ -87,13 +87,11 @@ class Peer:
             raise PeerError(self._module, expected="an answer", found=ended(self._process.wait()), fix=fix)
         answer: dict[str, Any] = json.loads(line)
         if "missing" in answer:
-            raise LibraryMissingError(
-                answer["missing"], expected="an installed package", found=answer["error"], fix=how_to_install("bench")
-            )
+            expected, fix = "an installed package", how_to_install("bench")
+            raise LibraryMissingError(answer["missing"], expected=expected, found=answer["error"], fix=fix)
         if "error" in answer:
-            raise PeerError(
-                self._module, expected="a loaded model", found=answer["error"], fix="See its log on standard error."
-            )
+            fix = "See its log on standard error."
+            raise PeerError(self._module, expected="a loaded model", found=answer["error"], fix=fix)
         return answer
 
     def close(self) -> None:

@@ -119,9 +119,8 @@ def llama(gguf: Path, *, threads: int, context: int) -> Server:
     for package in ("llama_cpp", "sse_starlette"):
         if importlib.util.find_spec(package) is None:
             fix = how_to_install("bench")
-            raise LibraryMissingError(
-                "llama-cpp-python[server]", expected=f"an installed {package}", found="none", fix=fix
-            )
+            expected = f"an installed {package}"
+            raise LibraryMissingError("llama-cpp-python[server]", expected=expected, found="none", fix=fix)
     settings = ["--model", str(gguf), "--host", "127.0.0.1", "--port", "{port}", "--n_ctx", str(context)]
     settings += ["--n_threads", str(threads), "--n_threads_batch", str(threads), "--logits_all", "false"]
     settings += ["--interrupt_requests", "false", "--verbose", "false"]

@@ -429,9 +429,8 @@ def _machine(hardware: Any, has_data: bool) -> Hardware:
     """The profile of ``hardware``, read early. Raises ConfigError, ArtifactError, CalibrationError."""
     if not has_data:
         expected = "calibration data or statistics: how often neurons fire decides which are hot"
-        raise CalibrationError(
-            "optimize(hardware=...)", expected=expected, found="neither", fix="Pass calibration=... or stats=...."
-        )
+        fix = "Pass calibration=... or stats=...."
+        raise CalibrationError("optimize(hardware=...)", expected=expected, found="neither", fix=fix)
     return hardware if isinstance(hardware, Hardware) else find_hardware(hardware)
 
 
@@ -467,9 +466,8 @@ def _optimize_without_data(model: Model, config: Config, progress: bool, data: l
     elif config.method in LOSSY or (config.method == "auto" and no_zeros):
         wanted = f"method '{config.method}'" if not smooth else f"activation {', '.join(smooth)} (no exact zeros)"
         fix = "Pass calibration=text or ids (torch_pi2.profiling.text.stdlib_text('train') needs no download)."
-        raise CalibrationError(
-            f"optimize without calibration, {wanted}", expected="calibration data", found="none", fix=fix
-        )
+        expected = "calibration data"
+        raise CalibrationError(f"optimize without calibration, {wanted}", expected=expected, found="none", fix=fix)
     made = plan_without_data(sites, weights_hash(model, sites), config)
     made.made_by["left"] = found.left
     apply(model, SparseState(made, FittedPredictors(), None), progress, config, data, strategies)

@@ -361,9 +361,8 @@ def check_artifact(path: Path | str, meta: Mapping[str, str], fmt: str, version:
     if meta.get("format") != fmt or meta.get("version") != str(version):
         raise _of_another_version(path, fmt, version, f"{meta.get('format')} version {meta.get('version')}")
     if "model_hash" not in meta:
-        raise ArtifactError(
-            str(path), expected="the hash of a model's weights", found="none", fix="The file is damaged; make it again."
-        )
+        fix = "The file is damaged; make it again."
+        raise ArtifactError(str(path), expected="the hash of a model's weights", found="none", fix=fix)
     if model_hash is not None:
         fix = "It belongs to another model or to an older checkpoint; make it again for this one."
         check_made_from(str(path), meta["model_hash"], model_hash, "made from FFN weights", fix)

@@ -18,9 +18,8 @@ def check_platform(platform: str) -> None:
     if platform != "linux":
         found = {"win32": "Windows", "darwin": "macOS"}.get(platform, platform)
         fix = "On Windows use WSL 2 (wsl --install); on macOS a Linux container or machine."
-        raise LibraryMissingError(
-            "this platform", expected="Linux (x86_64 or aarch64)", found=f"{found}, which is not supported", fix=fix
-        )
+        expected = "Linux (x86_64 or aarch64)"
+        raise LibraryMissingError("this platform", expected=expected, found=f"{found}, which is not supported", fix=fix)
 
 
 def library_path(name: str | None = None) -> Path:
@@ -33,9 +32,8 @@ def library_path(name: str | None = None) -> Path:
         if (place / name).is_file():
             return place / name
     fix = "Run 'make install' in a checkout, or install torch first and then this package with pip."
-    raise LibraryMissingError(
-        f"the C++ library {name}", expected=f"it in {' or '.join(map(str, places))}", found="no such file", fix=fix
-    )
+    expected = f"it in {' or '.join(map(str, places))}"
+    raise LibraryMissingError(f"the C++ library {name}", expected=expected, found="no such file", fix=fix)
 
 
 def load_library() -> Path:

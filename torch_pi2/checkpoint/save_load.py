@@ -340,9 +340,8 @@ def checked_plan(own: Plan, other: Plan | str | Path | None, folder: Path) -> Pl
     )
     if different := [what for what, of in fixed if of(own) != of(made)]:
         fix = "Plan this folder itself: torch-pi2 plan FOLDER --hardware measured --out DIR."
-        raise StaleArtifactError(
-            f"plan for {folder}", expected=f"{different[0]} as in its own plan", found="others", fix=fix
-        )
+        expected = f"{different[0]} as in its own plan"
+        raise StaleArtifactError(f"plan for {folder}", expected=expected, found="others", fix=fix)
     return made
 
 
@@ -396,9 +395,8 @@ def _load_weights(model: nn.Module, path: Path) -> None:
             load_model(model, str(path))
     except (SafetensorError, RuntimeError) as error:
         fix = "Pass the model that was saved, built with the same sizes."
-        raise ArtifactError(
-            str(path), expected=f"the weights of this {type(model).__name__}", found=str(error).splitlines()[0], fix=fix
-        ) from error
+        expected = f"the weights of this {type(model).__name__}"
+        raise ArtifactError(str(path), expected=expected, found=str(error).splitlines()[0], fix=fix) from error
 
 
 def pretrained(kind: Any, folder: str | Path, **how: Any) -> nn.Module:

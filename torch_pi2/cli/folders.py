@@ -88,9 +88,8 @@ def check(args: argparse.Namespace, alone: bool = False) -> None:
             found, command = _KINDS[kind]
         of_floats = kinds == _FLOAT and kind in _OPTIMISED
         fix = _MADE_OF if of_floats else f"Use: {command.replace('{folder}', str(path))}"
-        raise ArtifactError(
-            f"torch-pi2 {verb} {path}", expected=" or ".join(_KINDS[kind][0] for kind in kinds), found=found, fix=fix
-        )
+        expected = " or ".join(_KINDS[kind][0] for kind in kinds)
+        raise ArtifactError(f"torch-pi2 {verb} {path}", expected=expected, found=found, fix=fix)
 
 
 def _imported(given: Any, args: argparse.Namespace, alone: bool) -> Any:

@@ -272,14 +272,12 @@ class Decoder:
         if not (1 <= batch <= self.rows and 1 <= tokens <= self.max_tokens):
             rows = f"1 to {self.rows}" if self.rows > 1 else "1"
             fix = "Shorten it, or make a Decoder for this batch and length."
-            raise ShapeError(
-                "prompt", expected=f"[{rows}, 1 to {self.max_tokens}]", found=str(list(ids_BT.shape)), fix=fix
-            )
+            expected = f"[{rows}, 1 to {self.max_tokens}]"
+            raise ShapeError("prompt", expected=expected, found=str(list(ids_BT.shape)), fix=fix)
         if known and not (len(self.lengths) == batch == 1 and 0 < known <= self.length and known < tokens):
             expected = f"0, or one prompt of more tokens and one sequence that has so many (now {self.lengths})"
-            raise ShapeError(
-                "prompt(known=...)", expected=expected, found=f"{known} of {list(ids_BT.shape)}", fix="Read it whole."
-            )
+            fix = "Read it whole."
+            raise ShapeError("prompt(known=...)", expected=expected, found=f"{known} of {list(ids_BT.shape)}", fix=fix)
         self._check_same("prompt", ids_BT)
         if self._kv.states and known != self.length:  # states of fewer tokens are gone
             known = 0
@@ -474,9 +472,8 @@ class Decoder:
                 fix="Name tokens that were read or fed.",
             )
         if (group := group_of(self.model)) is not None and group.divides_kv:
-            raise UnsupportedModelError(
-                "copy_kv", expected="all keys and values here", found="those of a stage", fix="Read prompts whole."
-            )
+            expected, fix = "all keys and values here", "Read prompts whole."
+            raise UnsupportedModelError("copy_kv", expected=expected, found="those of a stage", fix=fix)
         return self._kv.copied(row, first, last)
 
     @broadcast_call
@@ -587,9 +584,8 @@ class Decoder:
         self._check_not_adding("fork")
         if self.batch != 1 or not 1 <= sequences <= self.rows:
             fix = "Make a Decoder with a larger batch, and read one prompt."
-            raise ShapeError(
-                "fork", expected=f"1 to {self.rows} sequences from 1", found=f"{sequences} from {self.batch}", fix=fix
-            )
+            expected = f"1 to {self.rows} sequences from 1"
+            raise ShapeError("fork", expected=expected, found=f"{sequences} from {self.batch}", fix=fix)
         self._announce_batch(sequences)  # so that the neuron cache shrinks before keys and values grow
         for row in range(1, sequences):
             self._kv.copy_row(0, row)
@@ -613,9 +609,8 @@ class Decoder:
         self._check_read("retain")
         if kept[0] < 0 or kept[-1] >= self.batch:
             fix = "Name the rows of sequences that go on."
-            raise ShapeError(
-                "retain", expected=f"rows from 0 to {self.batch - 1}", found=", ".join(map(str, rows)), fix=fix
-            )
+            expected = f"rows from 0 to {self.batch - 1}"
+            raise ShapeError("retain", expected=expected, found=", ".join(map(str, rows)), fix=fix)
         came_from = list(range(len(kept)))
         free = [row for row in came_from if row not in kept]
         for row, last in zip(free, reversed(kept)):

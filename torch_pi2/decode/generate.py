@@ -254,9 +254,8 @@ def _check(input_ids: torch.Tensor, sequences: int, max_new_tokens: int) -> None
             raise ConfigError(name, expected="1 or more", found=str(value), fix="Choose a larger number.")
     if input_ids.dim() != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] < 1 or input_ids.dtype != torch.int64:
         expected, fix = "one prompt, int64 [1, tokens]", "Call it once for each prompt; model.generate takes several."
-        raise ShapeError(
-            "input_ids", expected=expected, found=f"{dtype_name(input_ids.dtype)} {list(input_ids.shape)}", fix=fix
-        )
+        found = f"{dtype_name(input_ids.dtype)} {list(input_ids.shape)}"
+        raise ShapeError("input_ids", expected=expected, found=found, fix=fix)
 
 
 def _draft_tokens(

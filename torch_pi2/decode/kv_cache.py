@@ -181,9 +181,8 @@ class StateMemory:
         check_dtype(tensor, like)
         if tensor.shape[1:] != shape:
             expected = f"the same size for every prompt, {list(tensor.shape[1:])}"
-            raise UnsupportedModelError(
-                f"recurrent states ({kind})", expected=expected, found=str(list(shape)), fix="Use model.generate."
-            )
+            found, fix = str(list(shape)), "Use model.generate."
+            raise UnsupportedModelError(f"recurrent states ({kind})", expected=expected, found=found, fix=fix)
         return tensor
 
 
@@ -437,9 +436,8 @@ def static_cache(model: nn.Module, max_tokens: int) -> Any:
             cache.layers[i] = StaticLayer(max_cache_len=max_tokens)
         elif type(layer).__name__ not in known or (hasattr(layer, "conv_states") and states is None):
             expected = "keys and values of plain attention, or recurrent states as since transformers 5.24"
-            raise UnsupportedModelError(
-                f"KV cache of layer {i}", expected=expected, found=type(layer).__name__, fix="Use model.generate."
-            )
+            found, fix = type(layer).__name__, "Use model.generate."
+            raise UnsupportedModelError(f"KV cache of layer {i}", expected=expected, found=found, fix=fix)
     return cache
 
 

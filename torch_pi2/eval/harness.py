@@ -48,9 +48,8 @@ def harness(
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
-        raise UnsupportedModelError(
-            "lm-eval", expected="a model of transformers", found=f"a {type(model).__name__}", fix="Use bits_per_byte."
-        )
+        expected, fix = "a model of transformers", "Use bits_per_byte."
+        raise UnsupportedModelError("lm-eval", expected=expected, found=f"a {type(model).__name__}", fix=fix)
     with _offline(), evaluating(model), sparse_only():
         found = simple_evaluate(
             HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size),

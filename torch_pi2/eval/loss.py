@@ -134,9 +134,8 @@ def _encode(tokenizer: Any, text: str, max_tokens: int | None) -> _Scored:
         stop -= 1
     if stop <= first:
         found = f"{len(text)} characters, {len(ids)} tokens"
-        raise CalibrationError(
-            "text to evaluate", expected="at least two tokens", found=found, fix="Pass a longer text."
-        )
+        fix = "Pass a longer text."
+        raise CalibrationError("text to evaluate", expected="at least two tokens", found=found, fix=fix)
     if fast:
         # from the end of the previous token, so that dropped spaces count
         start_char = spans[first - 1][1] if first else 0

@@ -211,9 +211,8 @@ def describe_program(path: str | Path) -> dict[str, Any]:
         return {"methods": methods, "bytes": _bytes(program, len(data), whole)}
     except Exception as error:  # the reader raises many types for damage
         expected, fix = "a whole program of ExecuTorch", "Copy the bundle again, or export again."
-        raise ArtifactError(
-            str(path), expected=expected, found=f"damage ({str(error) or type(error).__name__})", fix=fix
-        ) from error
+        found = f"damage ({str(error) or type(error).__name__})"
+        raise ArtifactError(str(path), expected=expected, found=found, fix=fix) from error
 
 
 def _method(plan: Any) -> dict[str, dict[str, int]]:

@@ -64,9 +64,8 @@ def load_library() -> ctypes.CDLL:
             loaded.pi2_et_stats.restype = ctypes.c_int64
             if loaded.pi2_et_abi() != _ABI:
                 fix = "Install this package again: its parts are of different versions."
-                raise LibraryMissingError(
-                    str(path), expected=f"interface {_ABI}", found=str(loaded.pi2_et_abi()), fix=fix
-                )
+                expected = f"interface {_ABI}"
+                raise LibraryMissingError(str(path), expected=expected, found=str(loaded.pi2_et_abi()), fix=fix)
             _library = loaded
         return _library
 
@@ -75,9 +74,8 @@ def check_executorch() -> None:
     """Raises LibraryMissingError or VersionError unless the supported executorch is installed."""
     install = f"Install it: {how_to_install('export')}."
     if importlib.util.find_spec("executorch") is None:
-        raise LibraryMissingError(
-            "ExecuTorch", expected=f"executorch {EXECUTORCH}", found="no such package", fix=install
-        )
+        expected = f"executorch {EXECUTORCH}"
+        raise LibraryMissingError("ExecuTorch", expected=expected, found="no such package", fix=install)
     found = importlib.metadata.version("executorch")
     if found.partition("+")[0] != EXECUTORCH:
         raise VersionError("ExecuTorch", expected=f"executorch {EXECUTORCH}", found=found, fix=install)

@@ -498,9 +498,8 @@ def _refused(what: str, expected: str, error: RuntimeError) -> ArtifactError:
 def _check_inputs(where: str, metadata: Any, args: Sequence[torch.Tensor | float]) -> None:
     """Name wrong inputs, for which ExecuTorch returns only a number."""
     if len(args) != metadata.num_inputs():
-        raise ShapeError(
-            where, expected=f"{metadata.num_inputs()} inputs", found=str(len(args)), fix="Pass what was exported."
-        )
+        fix = "Pass what was exported."
+        raise ShapeError(where, expected=f"{metadata.num_inputs()} inputs", found=str(len(args)), fix=fix)
     for i, given in enumerate(args):
         try:
             about = metadata.input_tensor_meta(i)
@@ -513,6 +512,5 @@ def _check_inputs(where: str, metadata: Any, args: Sequence[torch.Tensor | float
         if dtype is not None and given.dtype != dtype:
             raise DtypeError(name, expected=str(dtype), found=str(given.dtype), fix="Convert it.")
         if given.dim() != len(most) or any(n > limit for n, limit in zip(given.shape, most)):
-            raise ShapeError(
-                name, expected=f"at most {list(most)}", found=str(list(given.shape)), fix="Pass what was exported."
-            )
+            fix = "Pass what was exported."
+            raise ShapeError(name, expected=f"at most {list(most)}", found=str(list(given.shape)), fix=fix)

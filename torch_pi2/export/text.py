@@ -202,9 +202,8 @@ def load_tokenizer(folder: Path) -> Any:
         from transformers import AutoTokenizer
         from transformers.utils import logging
     except ImportError as error:
-        raise LibraryMissingError(
-            "transformers", expected="it, for text", found=str(error), fix=f"{how_to_install('hf')}, or pass token ids."
-        ) from error
+        fix = f"{how_to_install('hf')}, or pass token ids."
+        raise LibraryMissingError("transformers", expected="it, for text", found=str(error), fix=fix) from error
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # irrelevant warnings about unknown model types
     try:
@@ -337,6 +336,5 @@ def defaults_of(folder: Path) -> SamplingSettings:
     try:
         return SamplingSettings(**{ours: config.get(theirs) for ours, theirs in _NAMES.items()})
     except ConfigError as error:
-        raise ArtifactError(
-            f"{path}, {_NAMES[error.what]}", expected=error.expected, found=error.found, fix="Export the bundle again."
-        ) from error
+        expected, fix = error.expected, "Export the bundle again."
+        raise ArtifactError(f"{path}, {_NAMES[error.what]}", expected=expected, found=error.found, fix=fix) from error

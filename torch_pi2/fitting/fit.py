@@ -251,9 +251,8 @@ def _fit_signs(model: nn.Module, site: FFNSite, samples: Samples, cold: torch.Te
     """The margin is set on half of the tokens, the card measured on the others."""
     if len(samples) < 2:
         expected, fix = "at least 2 (thousands are good)", "Pass more text."
-        raise CalibrationError(
-            "tokens to calibrate sign-bit predictors on", expected=expected, found=str(len(samples)), fix=fix
-        )
+        found = str(len(samples))
+        raise CalibrationError("tokens to calibrate sign-bit predictors on", expected=expected, found=found, fix=fix)
     weights = site.weights(model)
     held_back, other = samples.split(0.5)
     predictor = SignBit.from_weights(weights.up if weights.gate is None else weights.gate)

@@ -127,9 +127,8 @@ def _one_batch(model: nn.Module, data: Sequence[Batch], names: Collection[str]) 
     for batch in data:
         if batch.input_ids is None or batch.args or batch.kwargs:
             found, fix = "batches with other arguments of the model", "Pass text or ids, or quantization='weighted'."
-            raise CalibrationError(
-                "calibration data of quantization='gptq'", expected="token ids, or text", found=found, fix=fix
-            )
+            expected = "token ids, or text"
+            raise CalibrationError("calibration data of quantization='gptq'", expected=expected, found=found, fix=fix)
         mask_BT = torch.ones_like(batch.input_ids) if batch.mask_BT is None else batch.mask_BT
         ids += [torch.where(mask_BT.bool(), batch.input_ids, -1)[i : i + 1] for i in range(len(mask_BT))]
     longest = max(row.shape[1] for row in ids)

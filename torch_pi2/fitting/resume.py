@@ -116,9 +116,8 @@ def _check_same_fit(folder: Path, made_from: dict[str, Any]) -> None:
     path = folder / _SETTINGS_FILE
     if not path.exists():
         if entries(folder):
-            raise ArtifactError(
-                str(folder), expected="an empty folder, or one of a fit", found="other files", fix="Choose another."
-            )
+            fix = "Choose another."
+            raise ArtifactError(str(folder), expected="an empty folder, or one of a fit", found="other files", fix=fix)
         _write(path, made_from=made_from)
         return
     before = read_json(path, *_FORMAT).get("made_from")

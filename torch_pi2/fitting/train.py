@@ -45,9 +45,8 @@ def train_matrices(
     """
     if len(samples) < MIN_SAMPLES:
         fix = "Collect more tokens; 20000 are a good start."
-        raise CalibrationError(
-            "predictor training samples", expected=f"at least {MIN_SAMPLES} tokens", found=str(len(samples)), fix=fix
-        )
+        expected = f"at least {MIN_SAMPLES} tokens"
+        raise CalibrationError("predictor training samples", expected=expected, found=str(len(samples)), fix=fix)
     n, hidden = samples.x_NH.shape
     index = torch.arange(samples.intermediate) if neurons is None else neurons.long()
     bias_I = torch.full((samples.intermediate,), ALWAYS)
@@ -115,9 +114,8 @@ def calibrate(
         ConfigError: target_recall outside (0, 1]. CalibrationError: no held-back tokens.
     """
     if not 0 < target_recall <= 1:
-        raise ConfigError(
-            "target_recall", expected="more than 0, at most 1", found=str(target_recall), fix="0.95 is a good start."
-        )
+        fix = "0.95 is a good start."
+        raise ConfigError("target_recall", expected="more than 0, at most 1", found=str(target_recall), fix=fix)
     index = torch.arange(held_back.intermediate) if neurons is None else neurons.long()
     score_NC, fired_NC = _scores(predictor, held_back, index), held_back.fired()[:, index]
     hit = score_NC[fired_NC]
@@ -179,8 +177,7 @@ def _card(
 
 def _scores(predictor: Predictor, samples: Samples, neurons: torch.Tensor) -> torch.Tensor:
     if not len(samples):
-        raise CalibrationError(
-            "held-back samples", expected="at least one token", found="none", fix="Collect more tokens."
-        )
+        fix = "Collect more tokens."
+        raise CalibrationError("held-back samples", expected="at least one token", found="none", fix=fix)
     with torch.no_grad():
         return torch.cat([predictor.scores(x)[:, neurons] for x in samples.x_NH.split(1024)])

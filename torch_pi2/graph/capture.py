@@ -77,9 +77,8 @@ def capture(
         )
     if isinstance(model, torch._dynamo.OptimizedModule):
         fix = "Pass the model before torch.compile, and compile afterwards."
-        raise UnsupportedModelError(
-            "model", expected="an ordinary nn.Module", found="the result of torch.compile", fix=fix
-        )
+        expected = "an ordinary nn.Module"
+        raise UnsupportedModelError("model", expected=expected, found="the result of torch.compile", fix=fix)
     if not args and not kwargs:
         kwargs = example_inputs(model)
     kwargs = dict(kwargs or {})

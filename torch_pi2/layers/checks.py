@@ -24,9 +24,8 @@ def check_ffn_input(
     for what, dtype in (("input", x.dtype), ("weights", weights)):
         if dtype not in DTYPES.values():
             fix = "Convert the model with model.float(), or call torch_pi2.restore(model) for other dtypes."
-            raise DtypeError(
-                f"{what} of {site.key}", expected="float32, bfloat16 or float16", found=dtype_name(dtype), fix=fix
-            )
+            expected = "float32, bfloat16 or float16"
+            raise DtypeError(f"{what} of {site.key}", expected=expected, found=dtype_name(dtype), fix=fix)
     if x.shape[-1] != site.hidden:
         raise ShapeError(
             f"hidden size of the input of {site.key}",

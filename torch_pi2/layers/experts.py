@@ -382,8 +382,7 @@ def expert_groups(layers: Sequence[Any]) -> list[list[Any]]:
         module, numbers = group[0].site.experts, [layer.site.up.expert for layer in group]
         if module is not None and (module in seen or numbers != list(range(len(numbers)))):
             found = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
-            raise ArtifactError(
-                f"plan of {module}", expected="all of its experts, in order", found=found, fix="Make the plan again."
-            )
+            fix = "Make the plan again."
+            raise ArtifactError(f"plan of {module}", expected="all of its experts, in order", found=found, fix=fix)
         seen |= {module} - {None}
     return groups

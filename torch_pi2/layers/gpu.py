@@ -44,9 +44,8 @@ def device_of(model: nn.Module) -> torch.device:
         return torch.device("cpu")
     if len(devices) > 1:
         expected, fix = "the CPU, or one GPU", "Load it without device_map, and move it with model.to(device)."
-        raise DeviceError(
-            f"device of {type(model).__name__}", expected=expected, found=", ".join(sorted(map(str, devices))), fix=fix
-        )
+        found = ", ".join(sorted(map(str, devices)))
+        raise DeviceError(f"device of {type(model).__name__}", expected=expected, found=found, fix=fix)
     return devices.pop()
 
 
@@ -57,9 +56,8 @@ def check_gpu(device: torch.device) -> None:
         raise DeviceError("layers on a GPU", expected="Triton", found="it is not installed", fix=fix)
     if device.type == "cuda" and not torch.cuda.is_available():
         expected, fix = "a GPU, and a torch that was built for it", "Leave the model on the CPU."
-        raise DeviceError(
-            "layers on a GPU", expected=expected, found=f"torch {torch.__version__}, which sees none", fix=fix
-        )
+        found = f"torch {torch.__version__}, which sees none"
+        raise DeviceError("layers on a GPU", expected=expected, found=found, fix=fix)
     if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
         raise DeviceError(
             f"layers on {device}",
@@ -105,9 +103,8 @@ def check_together(key: str, x: torch.Tensor, rows: torch.Tensor) -> None:
     """Raises DeviceError unless input and neurons are on one device. Neurons on ``meta`` are not checked."""
     if x.device != rows.device and not rows.is_meta:
         fix = "Move the model and its inputs to one device."
-        raise DeviceError(
-            f"input of {key}", expected=f"{rows.device}, where its neurons are", found=str(x.device), fix=fix
-        )
+        expected = f"{rows.device}, where its neurons are"
+        raise DeviceError(f"input of {key}", expected=expected, found=str(x.device), fix=fix)
 
 
 class TransferBuffer:

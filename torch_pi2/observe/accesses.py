@@ -155,9 +155,8 @@ def _layer(row: Field) -> StoredLayer:
 
 
 def _damaged(path: str | Path, reason: str, error: Exception | None = None) -> NoReturn:
-    raise ArtifactError(
-        str(path), expected="a recording of a store's accesses", found=f"damage ({reason})", fix=_FIX
-    ) from error
+    expected = "a recording of a store's accesses"
+    raise ArtifactError(str(path), expected=expected, found=f"damage ({reason})", fix=_FIX) from error
 
 
 class record_accesses(Recording):
@@ -208,9 +207,8 @@ class record_accesses(Recording):
     def stop(self) -> Path:
         before, store = self._before, self._store
         if before is None:
-            raise ConfigError(
-                f"recording {self.path}", expected="one that was started", found="one that was not", fix="Call start()."
-            )
+            expected, fix = "one that was started", "Call start()."
+            raise ConfigError(f"recording {self.path}", expected=expected, found="one that was not", fix=fix)
         self._before = None
         with explained(str(store.path)):
             layers, streamed, bits, counts = torch.ops.pi2.store_recorded(store.number)

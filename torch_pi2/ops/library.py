@@ -71,9 +71,8 @@ def load() -> None:
             _fragment, _gathered_experts = _register_python_parts(), gpu.register_gathered_experts()
         except AttributeError as error:  # an older library without a newer operator
             fix = "Build it again: 'make install' in a checkout."
-            raise LibraryMissingError(
-                f"loading {path}", expected="a library of this version of the code", found=str(error), fix=fix
-            ) from error
+            expected = "a library of this version of the code"
+            raise LibraryMissingError(f"loading {path}", expected=expected, found=str(error), fix=fix) from error
 
 
 @contextmanager
@@ -89,9 +88,8 @@ def _check_instruction_set() -> None:
     available, _, selected = torch.ops.pi2.kernel_tables().partition(":")
     if wanted and wanted != selected:
         fix = "Unset it for the best kernels."
-        raise ConfigError(
-            "PI2_CPU_CAPABILITY", expected=f"one of {available} (what this CPU can run)", found=wanted, fix=fix
-        )
+        expected = f"one of {available} (what this CPU can run)"
+        raise ConfigError("PI2_CPU_CAPABILITY", expected=expected, found=wanted, fix=fix)
 
 
 def _register_python_parts() -> torch.library.Library:

@@ -220,9 +220,8 @@ class ActivationRecorder(TorchDispatchMode):
 def check_sites(model: nn.Module, sites: Sequence[FFNSite]) -> None:
     """Refuse an empty list of sites, and weights that cannot be used (see ``check_weights``)."""
     if not sites:
-        raise ConfigError(
-            "FFN sites", expected="at least one", found="none", fix="Pass torch_pi2.graph.find_sites(model, ...)."
-        )
+        fix = "Pass torch_pi2.graph.find_sites(model, ...)."
+        raise ConfigError("FFN sites", expected="at least one", found="none", fix=fix)
     for site in sites:
         check_weights(site, weights := site.weights(model))
         let_go(model, weights)
@@ -263,9 +262,8 @@ def record(
             counts["sequences"] += 0 if batch.mask_BT is None else batch.mask_BT.shape[0]
         routed.finish()
     if not counts["batches"]:
-        raise CalibrationError(
-            "calibration data", expected="at least one batch", found="none", fix="Pass text, ids or batches."
-        )
+        fix = "Pass text, ids or batches."
+        raise CalibrationError("calibration data", expected="at least one batch", found="none", fix=fix)
     silent = [key for key, n in (recorder.calls | routed.calls).items() if n == 0]
     if silent:
         raise UnsupportedModelError(

@@ -40,9 +40,8 @@ def check_names(model: nn.Module, plan: Plan) -> None:
         for what, good in named:
             if not good:
                 fix = "Make a new plan for this model."
-                raise StaleArtifactError(
-                    "plan", expected=f"a model with a {what}", found=f"{type(model).__name__} without one", fix=fix
-                )
+                found = f"{type(model).__name__} without one"
+                raise StaleArtifactError("plan", expected=f"a model with a {what}", found=found, fix=fix)
 
 
 def check_sizes(model: nn.Module, plan: Plan) -> None:

@@ -105,9 +105,8 @@ def _by_experts(model: nn.Module, group: Sequence[LayerPlan], sparse: Any, tried
     experts = len(model.get_parameter(first.up.weight))
     if experts != len(group):
         expected = f"{experts} experts, as {type(module).__name__} has"
-        raise StaleArtifactError(
-            f"plan of {first.experts}", expected=expected, found=str(len(group)), fix="Make a new plan for this model."
-        )
+        fix = "Make a new plan for this model."
+        raise StaleArtifactError(f"plan of {first.experts}", expected=expected, found=str(len(group)), fix=fix)
     problem = _more_than(first, model, {str(first.experts): module})
     reason = f"module: it also holds {problem}" if problem else ""
     if tried != 0 and not reason:

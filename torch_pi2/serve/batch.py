@@ -209,9 +209,8 @@ class Batch:
                 raise closed()
             if len(self._waiting) >= self.max_queue + self._free():
                 expected = f"at most {self.max_queue} waiting, beside a batch of {self.max_batch_size}"
-                raise BusyError(
-                    "sequences", expected=expected, found=f"{len(self._waiting)} waiting", fix="Try again later."
-                )
+                fix = "Try again later."
+                raise BusyError("sequences", expected=expected, found=f"{len(self._waiting)} waiting", fix=fix)
             self._waiting.append(sequence)
             self._changed.notify()
 

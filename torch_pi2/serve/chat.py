@@ -37,9 +37,8 @@ def chat_ids(
             list(messages), tools=tools, chat_template=template, tokenize=False, add_generation_prompt=True
         )
     except Exception as error:  # a template raises whatever its author chose
-        raise ConfigError(
-            "messages", expected="what the chat template takes", found=str(error), fix="Correct the messages."
-        ) from error
+        fix = "Correct the messages."
+        raise ConfigError("messages", expected="what the chat template takes", found=str(error), fix=fix) from error
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 

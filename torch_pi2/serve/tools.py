@@ -66,9 +66,8 @@ def format_of(template: str) -> ToolCallFormat:
     """The format in a chat template's text. Raises ConfigError: no tools, or an unknown format."""
     if not re.search(r"\btools\b", template):
         fix = "Ask without tools, or put a chat_template.jinja that takes them into the model's folder."
-        raise ConfigError(
-            "tools", expected="a model whose chat template takes tools", found="one that does not", fix=fix
-        )
+        expected = "a model whose chat template takes tools"
+        raise ConfigError("tools", expected=expected, found="one that does not", fix=fix)
     text = template.replace("\\", "")
     if "[TOOL_CALLS]" in text and "[ARGS]" not in text and "[CALL_ID]" not in text:
         return MISTRAL

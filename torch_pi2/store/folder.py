@@ -140,9 +140,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     check_folder(folder)
     if (folder / _ADAPTER).is_file():
         fix = "Load it with peft, merge_and_unload() and save_pretrained; or remove the adapter to do without."
-        raise ArtifactError(
-            str(folder), expected="a model whose weights are all in it", found=f"an adapter ({_ADAPTER})", fix=fix
-        )
+        expected = "a model whose weights are all in it"
+        raise ArtifactError(str(folder), expected=expected, found=f"an adapter ({_ADAPTER})", fix=fix)
     if os.path.lexists(path := folder / "generation_config.json"):  # transformers goes on without a damaged one
         fix = "Copy it again from the checkpoint, or delete it."
         for name, value in _read_object(path, "settings of generation", fix).items():

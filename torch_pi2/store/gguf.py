@@ -299,9 +299,8 @@ class GgufFile(OpenFile):
         """Raises ArtifactError: there is no such tensor."""
         if name not in self.tensors:
             fix = "The file is not whole, or of a model that is not what its metadata says."
-            raise ArtifactError(
-                str(self.path), expected=f"a tensor {name}", found=f"{len(self.tensors)} others", fix=fix
-            )
+            expected = f"a tensor {name}"
+            raise ArtifactError(str(self.path), expected=expected, found=f"{len(self.tensors)} others", fix=fix)
         return self.tensors[name]
 
     def ends_of(self, name: str) -> bytes:
@@ -341,9 +340,8 @@ def gguf_in(path: str | Path) -> Path | None:
     if len(found) > 1:
         names = [file.name for file in found.values()]
         more = f" and {len(names) - 3} others" if len(names) > 3 else ""
-        raise ArtifactError(
-            str(path), expected="one GGUF model", found=", ".join(names[:3]) + more, fix="Name the file that is meant."
-        )
+        fix = "Name the file that is meant."
+        raise ArtifactError(str(path), expected="one GGUF model", found=", ".join(names[:3]) + more, fix=fix)
     return next(iter(found.values()), None)
 
 
@@ -430,6 +428,5 @@ class GgufModel(GgufFile):
                 self._refuse(path, expected, f"{shown(key)} {shown(value)} where that has {shown(wanted)}")
 
     def _refuse(self, path: Path, expected: str, found: str) -> NoReturn:
-        raise ArtifactError(
-            str(path), expected=expected, found=found, fix="Put all parts of one model into one folder, by their names."
-        )
+        fix = "Put all parts of one model into one folder, by their names."
+        raise ArtifactError(str(path), expected=expected, found=found, fix=fix)

@@ -257,9 +257,8 @@ def build_config(shape: str | Mapping[str, Any], **more: Any) -> Any:
     values = {"model_type": "llama"} | dict(SHAPES[shape] if isinstance(shape, str) else shape)
     kind = values.pop("model_type")
     if kind not in CLASSES:
-        raise ConfigError(
-            "shape's model_type", expected=", ".join(CLASSES), found=repr(kind), fix="Synthetic models are of these."
-        )
+        fix = "Synthetic models are of these."
+        raise ConfigError("shape's model_type", expected=", ".join(CLASSES), found=repr(kind), fix=fix)
     config_class = getattr(transformers, f"{CLASSES[kind]}Config")
     try:
         return config_class(**(_COMMON | values | more), architectures=[f"{CLASSES[kind]}ForCausalLM"])

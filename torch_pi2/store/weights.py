@@ -184,9 +184,8 @@ class QuantizedWeights(TensorReader):
         return own if own in self.specs else f"{name}.blocks"
 
     def _refuse(self, expected: str, found: str) -> NoReturn:
-        raise ArtifactError(
-            str(self.path), expected=expected, found=found, fix="Use the torch_pi2 that wrote it, or make it again."
-        )
+        fix = "Use the torch_pi2 that wrote it, or make it again."
+        raise ArtifactError(str(self.path), expected=expected, found=found, fix=fix)
 
     def check_hash(self, model_hash: str) -> None:
         """Raises StaleArtifactError: the plan is for other weights."""
@@ -197,9 +196,8 @@ class QuantizedWeights(TensorReader):
         """Raises ConfigError: int8 activations with float weights."""
         if int8_activations and self.weights == "float":
             found, fix = "'int8'", "Pack the float checkpoint with weights='int8' or 'int4'."
-            raise ConfigError(
-                f"activations for {self.path}", expected=f"float, as the weights are {self.kind}", found=found, fix=fix
-            )
+            expected = f"float, as the weights are {self.kind}"
+            raise ConfigError(f"activations for {self.path}", expected=expected, found=found, fix=fix)
 
     def check_plan(self, plan: Plan) -> None:
         """Raises StaleArtifactError: the neurons are in another order than in ``plan``, as far as the file says."""

@@ -171,9 +171,8 @@ class StoreAssembly:
             model_hash = hash_bytes(self._plan.model_hash)
         except ValueError as error:
             fix = "Make the folder again."
-            raise ArtifactError(
-                "the plan of a store", expected="a hexadecimal model_hash", found=repr(self._plan.model_hash), fix=fix
-            ) from error
+            expected, found = "a hexadecimal model_hash", repr(self._plan.model_hash)
+            raise ArtifactError("the plan of a store", expected=expected, found=found, fix=fix) from error
         return Superblock(out.file_bytes, model_hash, tuple(entries))
 
     def write(self, out: TensorWriter, superblock: Superblock) -> None:

@@ -235,9 +235,8 @@ def _windows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     for name, texts in (("text", text), ("heldout", heldout or ())):
         if not all(isinstance(part, str) for part in texts):
-            raise ConfigError(
-                f"sparsify({name})", expected="a list of texts", found="other values", fix="Read the files first."
-            )
+            fix = "Read the files first."
+            raise ConfigError(f"sparsify({name})", expected="a list of texts", found="other values", fix=fix)
     train_NT = windows_of(text, tokenizer, settings.window)
     if heldout is None:
         return held_back(train_NT, settings.batch)

@@ -172,9 +172,8 @@ def training_arguments(settings: SparsifySettings, folder: Path, steps: int) -> 
         )
     except ValueError as error:
         fix = "Pass bf16=False."
-        raise ConfigError(
-            "sparsify(bf16=True)", expected="a device that computes in bfloat16", found=str(error), fix=fix
-        ) from error
+        expected = "a device that computes in bfloat16"
+        raise ConfigError("sparsify(bf16=True)", expected=expected, found=str(error), fix=fix) from error
     shared = settings.accumulate * arguments.world_size
     if settings.batch % shared:
         expected = f"a multiple of {shared} ({arguments.world_size} processes, accumulate={settings.accumulate})"

@@ -113,7 +113,6 @@ def configured(config: Config | None, fields: ConfigFields) -> Config:
     """``config``, or one made from ``fields``. Raises ConfigError: both were given, or a field is invalid."""
     if config is not None and fields:
         fix = f"Pass dataclasses.replace(config, {', '.join(f'{name}=...' for name in fields)}) as config."
-        raise ConfigError(
-            f"config and {', '.join(fields)}", expected="a Config, or its fields as keywords", found="both", fix=fix
-        )
+        expected = "a Config, or its fields as keywords"
+        raise ConfigError(f"config and {', '.join(fields)}", expected=expected, found="both", fix=fix)
     return config or Config(**fields)

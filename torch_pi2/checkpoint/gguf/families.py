@@ -379,9 +379,8 @@ def _check_sizes(file: GgufFile, config: Mapping[str, Any], meta: ArchMetadata) 
     for key, claimed, found in claims:
         if claimed != found:
             fix = "The file's metadata is of another model, or tensors are missing; get it again."
-            raise ArtifactError(
-                f"{key} in {file.path}", expected=f"{found}, as its tensors have it", found=str(claimed), fix=fix
-            )
+            expected = f"{found}, as its tensors have it"
+            raise ArtifactError(f"{key} in {file.path}", expected=expected, found=str(claimed), fix=fix)
     experts, used = meta.number("expert_count", 0), meta.number("expert_used_count", 0)
     if experts and not 1 <= used <= experts:
         raise ArtifactError(

@@ -263,9 +263,8 @@ _SCALES |= {"Q4_K": (0, 4), "Q5_K": (0, 4), "Q6_K": (208, 210)}
 def _check_finite(values: torch.Tensor, name: str) -> torch.Tensor:
     if bool(values.isfinite().all()):
         return values
-    raise NonFiniteError(
-        f"values of {name}", expected="numbers", found="NaN or an infinity", fix="The file is damaged; get it again."
-    )
+    fix = "The file is damaged; get it again."
+    raise NonFiniteError(f"values of {name}", expected="numbers", found="NaN or an infinity", fix=fix)
 
 
 def _is_by_neuron(tensor: GgufTensor) -> bool:

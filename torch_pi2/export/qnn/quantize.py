@@ -91,9 +91,8 @@ def hot_part(
     block = block_of(hot, settings)
     for what, tensors in (("inputs", [] if samples is None else [samples]), ("weights", hot.parameters())):
         if not all(t.isfinite().all() for t in tensors):
-            raise NonFiniteError(
-                f"{what} of the hot part", expected="finite values", found="NaN or infinity", fix="Check the model."
-            )
+            fix = "Check the model."
+            raise NonFiniteError(f"{what} of the hot part", expected="finite values", found="NaN or infinity", fix=fix)
     pieces: list[Inputs] = []
     if samples is not None and settings.precision != "fp16":
         x_TH = samples.reshape(-1, hot.hidden).float()

@@ -52,9 +52,8 @@ def find() -> Libraries:
             distribution = importlib.metadata.distribution(PACKAGE)
         except importlib.metadata.PackageNotFoundError as error:
             expected = f"{PACKAGE} {' or '.join(PACKAGE_VERSIONS)}, or an SDK named by QNN_SDK_ROOT"
-            raise LibraryMissingError(
-                "Qualcomm's libraries (QNN)", expected=expected, found="neither", fix=f"{how()} (docs/QNN.md)."
-            ) from error
+            fix, what = f"{how()} (docs/QNN.md).", "Qualcomm's libraries (QNN)"
+            raise LibraryMissingError(what, expected=expected, found="neither", fix=fix) from error
         version = distribution.version
         if version not in PACKAGE_VERSIONS:
             raise VersionError(
