@@ -386,6 +386,9 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     ),
     ("bitnet", "hidden_act", "gelu", "hidden_act silu or relu2, found 'gelu'"),
     ("olmo", "attention.layer_norm_epsilon", 1e-6, "norms with an epsilon of 1e-5, found another"),
+    ("gemma3n", "attention.shared_kv_layers", None, "shared_kv_layers in .*found 'nothing'"),
+    ("gemma3n", "attn_logit_softcapping", 50.0, "'attn_logit_softcapping' 50.0"),
+    ("lfm2", "shortconv.l_cache", None, "shortconv.l_cache in .*found 'nothing'"),
     ("granite", "expert_shared_feed_forward_length", 256, "'expert_shared_feed_forward_length' 256"),
     ("llama", "attention.head_count_kv", [2, 1], r"head_count_kv in .*: expected a whole number .*, found \[2, 1\]"),
     ("llama", "feed_forward_length", [0, 0], r"feed_forward_length in .*: expected a whole number .*, found \[0, 0\]"),
@@ -462,6 +465,11 @@ def test_keys_of_older_files_and_caps_of_none(made: Any, tmp_path: Path) -> None
     for name, keys, attribute, value in (
         ("llama", {"llama.rope.scale_linear": 4.0}, "rope_parameters", 4.0),
         ("gemma2", {"gemma2.final_logit_softcapping": 0.0}, "final_logit_softcapping", None),
+        ("gemma2", {"gemma2.final_logit_softcapping": None}, "final_logit_softcapping", 30.0),
+        ("gemma3n", {"gemma3n.final_logit_softcapping": 0.0}, "final_logit_softcapping", None),
+        ("cohere2", {"cohere2.logit_scale": None}, "logit_scale", 1.0),
+        ("cohere2", {"cohere2.logit_scale": 0.0}, "logit_scale", 1.0),
+        ("nemotron_h_moe", {"nemotron_h_moe.expert_weights_norm": None}, "norm_topk_prob", False),
     ):
         with GgufModel(ggufs.rewritten(made(name)[2], tmp_path / "a.gguf", keys=keys)) as model:
             found = configuration(model)[attribute]

@@ -69,6 +69,8 @@ _ENDS = frozenset(
 )
 #: Keys that a file must have (``feed_forward_length`` not with experts), beside the epsilon of its norms.
 _REQUIRED = {"context_length", "embedding_length", "block_count", "attention.head_count", "feed_forward_length"}
+#: Begins of keys that files of families with such keys must have.
+_NEEDED = ("ssm.", "shortconv.", "altup.", "attention.shared_kv_layers", "embedding_length_per", "attention.layer_norm")
 #: Keys of positive counts.
 _COUNTS = {*_COMMON} - {_RMS_NORM}
 #: Suffixes of keys with fractional numbers.
@@ -138,10 +140,12 @@ class Family:
 
 _SILU, _RELU2, _GELU = ({"hidden_act": name} for name in ("silu", "relu2", "gelu_pytorch_tanh"))
 _GEMMA = {"hidden_activation": "gelu_pytorch_tanh"}
-_CAPS = {name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")}
+#: Key and attribute -> the default.
+_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 _GEMMA3N = {f"altup.{name}": f"altup_{name}" for name in ("active_idx", "num_inputs")}
 _GEMMA3N |= {"embedding_length_per_layer_input": "hidden_size_per_layer_input"}
-_GEMMA3N |= {"attention.shared_kv_layers": "num_kv_shared_layers", **_SLIDING, **_CAPS}
+_GEMMA3N |= {"attention.shared_kv_layers": "num_kv_shared_layers", **_SLIDING}
+_GEMMA3N |= {"final_logit_softcapping": "final_logit_softcapping"}
 _USED = {"expert_used_count": "num_experts_per_tok"}
 _LOCAL = {"expert_count": "num_local_experts", **_USED}
 _EXPERTS = {"expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size", **_USED}
@@ -180,7 +184,7 @@ FAMILIES = (
     Family("qwen3vl", fixed={**_SILU, "use_sliding_window": False, "attention_bias": False}, kind="qwen3"),
     Family("qwen3vlmoe", _EXPERTS, {**_EVERY, "norm_topk_prob": True}, "qwen3_moe"),
     Family("gemma", fixed={**_GELU, **_GEMMA}, norm_offset=1.0),
-    Family("gemma2", {**_SLIDING, **_CAPS}, _GEMMA, norm_offset=1.0, pattern=2),
+    Family("gemma2", {**_SLIDING, **{name: name for name in _CAPS}}, _GEMMA, norm_offset=1.0, pattern=2),
     Family("gemma3", _SLIDING, _GEMMA, "gemma3_text", norm_offset=1.0, pattern=6),
     Family("gemma3n", _GEMMA3N, _GEMMA, "gemma3n_text", pattern=5),
     Family("phi2", _NORM, {"hidden_act": "gelu_new"}, "phi", partial=True),
@@ -289,7 +293,9 @@ def configuration(file: GgufFile) -> dict[str, Any]:
             config[attribute] = meta.get(key)
             if config[attribute] not in _WORDS[key]:
                 _unsupported(file, f"{key} {' or '.join(map(str, _WORDS[key]))}", shown(config[attribute]))
-        elif meta.has(key) or key in required or key.startswith("ssm.") or key in (_LAYER_NORM, _RMS_NORM):
+        elif key in _WORDS:
+            config.setdefault(attribute, False)
+        elif meta.has(key) or key in required or key.startswith(_NEEDED):
             least = key in _COUNTS or key.startswith("ssm.")
             config[attribute] = meta.number(key, least=least, most=1 << 31 if "epsilon" not in key else 1)
             if key.endswith(("scale", "clamp_kqv")) and not config[attribute]:
@@ -489,9 +495,10 @@ def _special(file: GgufFile, family: Family, config: dict[str, Any], meta: ArchM
         _unsupported(file, "norms with an epsilon of 1e-5", "another")
     if "attention.scale" in family.keys:
         config.setdefault(family.keys["attention.scale"], config["head_dim"] ** -0.5)
-    if family.model_type == "gemma2":
-        for name, cap in (("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)):
-            config[name] = config.get(name, cap) or None  # 0: none
+    for name in {*family.keys} & {*_CAPS}:
+        config[name] = config.get(name, _CAPS[name]) or None  # 0: none
+    if family.model_type in ("cohere", "cohere2"):
+        config.setdefault("logit_scale", 1.0)
     if family.model_type == "phi3" and any(name.startswith("rope_factors") for name in file.tensors):
         _unsupported(file, "rotary positions without factors of their own", "rope_factors_long.weight")
     if "expert_feed_forward_length" not in family.keys or not meta.has("expert_count"):
