@@ -140,7 +140,6 @@ def add_every(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--threads", type=threads, help="compute threads, 1 to 1024 (default: torch's)")
 
 
-#: Help of what generate, chat and serve take.
 RUNNABLE = "GGUF file, folder written by import, optimize, quantize or pack, or plain checkpoint"
 
 

@@ -40,8 +40,7 @@ _TAKES: dict[str, tuple[str, ...]] = {
     "run": ("bundle",),
     "inspect": tuple(_KINDS),
 }
-#: What may be a name on the Hub.
-_HUB = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
+_HUB = re.compile(r"\w[\w.-]*(/[\w.-]+)?")  # what may be a name there
 #: Names of arguments that are folders.
 _ARGUMENTS = ("model", "models", "source", "bundle", "folder")
 
@@ -64,8 +63,7 @@ def kind_of(folder: Path) -> str | None:
 
 
 def check(args: argparse.Namespace, alone: bool = False) -> None:
-    """Raise ArtifactError for a folder that another verb takes, or a path of nothing. What may be a name on the Hub
-    passes."""
+    """Raise ArtifactError for a folder that another verb takes, or a path of nothing, which is no name on the Hub."""
     verb = getattr(args, "verb", None)
     if verb not in _TAKES:
         return
@@ -79,9 +77,9 @@ def check(args: argparse.Namespace, alone: bool = False) -> None:
             expected = " or ".join(["a GGUF file"] * (verb in _TAKE_GGUF) + ["a folder"])
             raise ArtifactError(str(path), expected=expected, found="nothing of that name", fix="Check the name.")
         if (file := gguf_in(path)) is not None and file.is_file():
-            runs = verb == "run" or kinds == _FLOAT
-            command = "torch-pi2 generate {folder} PROMPT" if runs else f"torch-pi2 import {file} --out DIR"
-            found = "a GGUF file, which runs as it is" if runs else "a GGUF file"
+            found, command = "a GGUF file", f"torch-pi2 import {file} --out DIR"
+            if verb == "run" or kinds == _FLOAT:
+                found, command = f"{found}, which runs as it is", "torch-pi2 generate {folder} PROMPT"
         elif kind is None or kind in kinds:
             continue
         else:

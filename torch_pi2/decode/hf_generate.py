@@ -69,7 +69,8 @@ class DecoderPool:
         except IndexError:
             pass
         else:
-            same = decoder.attach(model) and kind == _kind(model)  # a shallow copy has the decoder of another model
+            same = decoder.attach(model)  # a shallow copy has the decoder of another model
+            same = same and kind == (getattr(model, "dtype", None), device_of(model))
             if same and decoder.rows >= sequences and decoder.max_tokens >= tokens:
                 return decoder
         # a size that fits later answers too; on the CPU only the used part takes memory
@@ -86,10 +87,6 @@ class DecoderPool:
             kind = getattr(decoder.model, "dtype", None), decoder.device
             decoder.detach()
             self._free[:] = [(decoder, kind)]
-
-
-def _kind(model: nn.Module) -> object:
-    return getattr(model, "dtype", None), device_of(model)
 
 
 def decoder_for(model: nn.Module, tokens: int, sequences: int, compiled: bool = False) -> Decoder:
