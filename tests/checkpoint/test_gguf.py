@@ -389,6 +389,7 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     ("gemma3n", "attention.shared_kv_layers", None, "shared_kv_layers in .*found 'nothing'"),
     ("gemma3n", "attn_logit_softcapping", 50.0, "'attn_logit_softcapping' 50.0"),
     ("lfm2", "shortconv.l_cache", None, "shortconv.l_cache in .*found 'nothing'"),
+    ("granite", "residual_scale", None, "residual_scale in .*found 'nothing'"),
     ("granite", "expert_shared_feed_forward_length", 256, "'expert_shared_feed_forward_length' 256"),
     ("llama", "attention.head_count_kv", [2, 1], r"head_count_kv in .*: expected a whole number .*, found \[2, 1\]"),
     ("llama", "feed_forward_length", [0, 0], r"feed_forward_length in .*: expected a whole number .*, found \[0, 0\]"),
@@ -474,6 +475,14 @@ def test_keys_of_older_files_and_caps_of_none(made: Any, tmp_path: Path) -> None
         with GgufModel(ggufs.rewritten(made(name)[2], tmp_path / "a.gguf", keys=keys)) as model:
             found = configuration(model)[attribute]
         assert (found["factor"] if isinstance(found, dict) else found) == value
+    for said, kept in ((None, 0.0), (0.5, 0.5)):  # llama.cpp takes 1 for the other one
+        keys = {"mistral3.rope.scaling.yarn_log_multiplier": said}
+        with GgufModel(ggufs.rewritten(made("ministral3")[2], tmp_path / "a.gguf", keys=keys)) as model:
+            rope = configuration(model)["rope_parameters"]
+        assert (rope["mscale"], rope["mscale_all_dim"]) == (1.0, kept)
+    keys = {f"mistral3.rope.scaling.{key}": None for key in ("type", "factor", "original_context_length")}
+    with GgufModel(ggufs.rewritten(made("ministral3")[2], tmp_path / "a.gguf", keys=keys)) as model:
+        assert configuration(model)["rope_parameters"]["original_max_position_embeddings"] == 128  # context_length
 
 
 @pytest.mark.slow

@@ -70,7 +70,8 @@ _ENDS = frozenset(
 #: Keys that a file must have (``feed_forward_length`` not with experts), beside the epsilon of its norms.
 _REQUIRED = {"context_length", "embedding_length", "block_count", "attention.head_count", "feed_forward_length"}
 #: Begins of keys that files of families with such keys must have.
-_NEEDED = ("ssm.", "shortconv.", "altup.", "attention.shared_kv_layers", "embedding_length_per", "attention.layer_norm")
+_ATTENTION = ("attention.shared_kv_layers", "attention.layer_norm", "attention.scale")
+_NEEDED = ("ssm.", "shortconv.", "altup.", "embedding_", "residual_", *_ATTENTION)
 #: Keys of positive counts.
 _COUNTS = {*_COMMON} - {_RMS_NORM}
 #: Suffixes of keys with fractional numbers.
@@ -413,8 +414,10 @@ def _rope(file: GgufFile, meta: ArchMetadata, family: Family) -> dict[str, Any]:
     elif kind not in ("none", "linear", "yarn"):
         _unsupported(file, "rotary positions of type none, linear or yarn", shown(kind))
     if family.needs == _TEMPERATURE:
-        rope |= dict.fromkeys(("mscale", "mscale_all_dim"), meta.number("rope.scaling.yarn_log_multiplier", 1.0))
+        rope |= {"mscale": 1.0, "mscale_all_dim": meta.number("rope.scaling.yarn_log_multiplier", 0.0)}  # 0: no ratio
         rope["llama_4_scaling_beta"] = meta.number(_TEMPERATURE)
+        within = meta.number("rope.scaling.original_context_length", meta.number("context_length"), least=1)
+        rope["original_max_position_embeddings"] = within
     if "rope_freqs.weight" in file.tensors:
         rope = _llama3(file, rope)
     if family.model_type in ("gemma3_text", "gemma3n_text", "olmo3"):  # sliding layers are not scaled
