@@ -92,9 +92,10 @@ def test_a_file_that_has_not_changed_is_not_read_again(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("words", "short"), [(['a"', "\\", "],[", '"merges":[', "\n", "你"], True), (["a b", "c"], False)]
+    ("words", "short"),
+    [(['a"', "\\", "],[", '"merges":[', "\n", "你"], True), (["a b", "c"], False), (["#version", "c"], False)],
 )
-def test_merges_are_written_short_if_no_word_has_a_space(words: list[str], short: bool) -> None:
+def test_merges_are_written_short_where_they_are_read_as_they_are(words: list[str], short: bool) -> None:
     pairs = [(left, right) for left in words for right in words]
     both = [left + right for left, right in pairs]
     vocabulary = {word: index for index, word in enumerate(dict.fromkeys([*words, *both]))}

@@ -106,10 +106,11 @@ def _checked(merges: list[tuple[str, str]], ids: Collection[str]) -> list[tuple[
 def _with_merges(tokenizer: Any, merges: list[tuple[str, str]]) -> str:
     """``tokenizer.json`` of a tokenizer that lacks its merges.
 
-    Each is a text of two words, as before tokenizers 0.20, which is read a third faster; not if words have spaces.
+    Each is a text of two words, as before tokenizers 0.20, which is read a third faster; not if words have spaces, or
+    one begins with "#version", which is skipped as a file's first line.
     """
     words = [f"{left} {right}" for left, right in merges]
-    found = merges if any(text.count(" ") > 1 for text in words) else words
+    found = merges if any(text.count(" ") > 1 or text.startswith("#version") for text in words) else words
     text = json.dumps(found, ensure_ascii=False, separators=(",", ":"))
     return str(tokenizer.to_str()).replace('"merges":[]', f'"merges":{text}', 1)
 
