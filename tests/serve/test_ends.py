@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import torch_pi2
+from torch_pi2.cli import main
 from torch_pi2.cli.serve import _server, names_of
 from torch_pi2.decode.sequence import StopStrings, TextStream, end_tokens
 from torch_pi2.serve.chat import ChatSession
@@ -206,6 +207,17 @@ def test_names_are_those_that_were_given(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path / "deep")
     given = [str(tmp_path / "assistant"), "snapshot-4f2a/", ".", "../model.gguf"]
     assert names_of(given) == ["assistant", "snapshot-4f2a", "deep", "model.gguf"]
+
+
+def test_a_gguf_file_is_called_by_its_name_not_by_that_of_its_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str] = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("torch_pi2.cli.serve._run", lambda _, names, __: found.extend(names) or {})
+    file = Path(__file__).parents[1] / "data" / "gguf" / "tiny-llama.q4_k_m.gguf"
+    assert main(["serve", str(file), "--port", "0"]) == 0
+    assert found == [file.name]
 
 
 def test_bytes_of_tokens_that_no_grammar_knows_have_their_space() -> None:

@@ -70,6 +70,7 @@ def check(args: argparse.Namespace, alone: bool = False) -> None:
     kinds, argument = _TAKES[verb], next(name for name in _ARGUMENTS if hasattr(args, name))
     given = getattr(args, argument)
     paths = [_imported(path, args, alone) for path in (given if isinstance(given, list) else [given])]
+    args.given = given
     setattr(args, argument, paths if isinstance(given, list) else paths[0])
     for path in paths:
         kind = kind_of(Path(path))

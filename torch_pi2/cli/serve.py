@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     for name, value in (("budget", args.budget), ("prefix-cache", args.prefix_cache)):
         parse_bytes(value or 0, f"--{name}")  # before models are loaded
-    names = names_of(args.models)
+    names = names_of(getattr(args, "given", args.models))  # not of a GGUF file's import
     if len(set(names)) < len(names):
         found = ", ".join(names)
         raise ConfigError("folders", expected="a name for each model", found=found, fix="Rename one of the folders.")
