@@ -312,8 +312,6 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     assert json.loads(two)["text"] == json.loads(one)["text"]  # once: the first process tells it
     _, said = _shell(*group, *ask, tmp_path / "store", code=1)
     assert "expected a folder of shards, of which each process has one, found no shards" in said
-    _, said = _shell("torch_pi2", "report", tmp_path / "2", code=2)
-    assert "found shards of pack. Use: torchrun" in said
     _, said = _shell("torch_pi2", "serve", tmp_path / "2", code=2)
     assert "expected a group of 2 processes, one for each shard, found a process that is in no group" in said
     _, said = _shell(*group, "serve", tmp_path / "store", tmp_path / "2", code=1)

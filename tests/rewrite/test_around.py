@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import types
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from tiny_models import HIDDEN, INTERMEDIATE, FunctionalBlock, plain
 from torch import nn
 
 import torch_pi2
+from torch_pi2.base.lookups import Lookups
 from torch_pi2.errors import ConfigError
 from torch_pi2.graph.experts import experts_form
 from torch_pi2.types.site import ExpertsForm
@@ -272,6 +274,22 @@ class Cast(Layer):
 
 
 @torch.no_grad()
+class _Sizes:
+    @classmethod
+    def most(cls) -> int:
+        return HIDDEN
+
+
+class _LooksUpWhatIsMadeAnew(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if "x" in inspect.signature(self.forward).parameters and _Sizes.most() else -x
+
+
+def test_class_methods_and_the_standard_library_are_no_change() -> None:
+    """A class method is another object at each look-up, and so is what ``inspect`` looks up."""
+    assert Lookups([_LooksUpWhatIsMadeAnew()]).changed() == ""
+
+
 def test_methods_of_tensors_by_names_that_modules_have() -> None:
     model, x = plain(Cast()), hostile_inputs()[0]
     wanted = model(x)

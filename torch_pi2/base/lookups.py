@@ -7,6 +7,7 @@ attributes of the module are noted.
 
 from __future__ import annotations
 
+import sys
 import types
 import weakref
 from collections.abc import Iterable, Iterator
@@ -21,6 +22,8 @@ _MISSING, _GONE = object(), object()
 #: Contents of longer lists and mappings are not compared.
 _LONGEST = 256
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
+#: What a look-up may make anew each time: class methods are.
+_EQUAL = (*_PLAIN, types.MethodType)
 
 
 class Lookups:
@@ -57,7 +60,7 @@ class Lookups:
             if (
                 now is not value
                 and now is not _GONE
-                and not (isinstance(value, _PLAIN) and type(now) is type(value) and now == value)
+                and not (isinstance(value, _EQUAL) and type(now) is type(value) and now == value)
             ):
                 return str(name)
         for now, before in self._lists:
@@ -83,6 +86,8 @@ class Lookups:
         if not isinstance(function, types.FunctionType) or (id(function), id(owner)) in self._seen:
             return
         if function.__module__ == nn.Module.__module__:  # Module.to, mentioned for a tensor's
+            return
+        if str(function.__module__).partition(".")[0] in sys.stdlib_module_names:
             return
         self._seen.add((id(function), id(owner)))
         names = list(dict.fromkeys(_names(function.__code__)))
