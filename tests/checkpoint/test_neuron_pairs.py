@@ -364,4 +364,4 @@ def test_a_weights_file_of_before_is_read(tmp_path: Path) -> None:
     torch_pi2.import_gguf(GOLDEN, tmp_path / "int8", neurons="int8")
     for folder in ("out", "int8"):
         with QuantizedWeights(tmp_path / folder / "pi2" / "weights.safetensors") as file:
-            assert file.metadata["pi2_version"] == "2"
+            assert file.metadata["pi2_version"] == ("4" if file.in_blocks else "2")

@@ -282,7 +282,7 @@ def _error(ran: Ran) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("argv", "field", "text"),
     [
-        (("profile", "{tmp}/nowhere"), "fix", "--allow-download"),
+        (("profile", "{tmp}/nowhere"), "fix", "Check the name"),
         (("profile", "{broken}", "--trust-remote-code"), "what", "broken"),
         (("profile", "{model}"), "fix", "--trust-remote-code"),
         (("profile", "{model}", "--trust-remote-code", "--text", "{tmp}/nowhere"), "found", "No such file"),

@@ -114,11 +114,11 @@ def test_run_says_what_is_wrong(command: Any, folder: Path, tmp_path: Path) -> N
         ),
         ((folder, "--ids", "1", "--trace", "-"), "Bundle(trace): expected a file, found standard output (-)"),
         ((folder, "--ids", "1", "--seed", "1" * 30), "argument --seed: expected at most"),
-        ((folder,), "one of the arguments --prompt --ids is required"),
+        ((folder,), "one of the arguments -p/--prompt --ids is required"),
     ):
         assert message in command("run", *argv, code=2).err
     error = command("run", tmp_path / "no", "--ids", "1", "--json", code=2).json["error"]
-    assert (error["type"], error["found"]) == ("ArtifactError", "no such folder")
+    assert (error["type"], error["found"]) == ("ArtifactError", "nothing of that name")
 
 
 def test_inspect_shows_what_is_in_a_bundle(command: Any, folder: Path, tmp_path: Path) -> None:

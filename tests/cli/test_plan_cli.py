@@ -152,5 +152,6 @@ def test_messages(command, root, tmp_path, argv, message) -> None:
     import re
 
     names = {name: root / name for name in ("model", "store", "bare")} | {"tmp": tmp_path}
+    (tmp_path / "hf").mkdir()
     found = refusal(command(*(str(a).format(**names) for a in argv), "--json", ok=False))
     assert re.search(message, found), found
