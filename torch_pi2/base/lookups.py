@@ -87,11 +87,12 @@ class Lookups:
             return
         if function.__module__ == nn.Module.__module__:  # Module.to, mentioned for a tensor's
             return
-        if str(function.__module__).partition(".")[0] in sys.stdlib_module_names:
+        package = str(function.__module__).partition(".")[0]
+        if package in sys.stdlib_module_names:
             return
         self._seen.add((id(function), id(owner)))
         names = list(dict.fromkeys(_names(function.__code__)))
-        of_torch = str(function.__module__).partition(".")[0] == "torch"
+        of_torch = package == "torch"
         for name in () if of_torch else names:
             if name in function.__globals__:
                 self._follow(self._note(function.__globals__, name), names)
