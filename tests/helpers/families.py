@@ -10,7 +10,7 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -401,19 +401,19 @@ def quietly() -> None:
     logging.disable(logging.WARNING)
 
 
-def _rows(chosen: list[str]) -> Iterator[Row]:
-    for family in chosen:
-        row = judge(family)
-        print(row.line(), flush=True)
-        yield row
+def write(names: Iterable[str], judge: Callable[[str], Any], page: Path, text: Callable[[list[Any]], str]) -> None:
+    """Judge the families named on the command line; without any, all of them, and write the page."""
+    quietly()
+    chosen, rows = sys.argv[1:], []
+    for family in chosen or names:
+        rows.append(judge(family))
+        print(rows[-1].line(), flush=True)
+    if not chosen:
+        page.write_text(text(rows))
 
 
 def main() -> None:
-    quietly()
-    chosen = sys.argv[1:]
-    rows = list(_rows(chosen or list(families())))
-    if not chosen:
-        PAGE.write_text(page(rows))
+    write(families(), judge, PAGE, page)
 
 
 if __name__ == "__main__":

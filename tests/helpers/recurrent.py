@@ -5,15 +5,14 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from families import VOCAB, families, quietly, tiny_family
+from families import VOCAB, families, tiny_family, write
 from torch import nn
 
 from torch_pi2.decode.decoder import Decoder
@@ -205,19 +204,8 @@ def committed() -> dict[str, str]:
     return {line.split("|")[1].strip(): line for line in lines if line.startswith("| ") and "| family |" not in line}
 
 
-def _rows(chosen: list[str]) -> Iterator[Row]:
-    for family in chosen:
-        row = judge(family)
-        print(row.line(), flush=True)
-        yield row
-
-
 def main() -> None:
-    quietly()
-    chosen = sys.argv[1:]
-    rows = list(_rows(chosen or with_states()))
-    if not chosen:
-        PAGE.write_text(page(rows))
+    write(with_states(), judge, PAGE, page)
 
 
 if __name__ == "__main__":
