@@ -29,22 +29,22 @@ from torch_pi2.eval.work import work
 from torch_pi2.graph.find import find_sites
 from torch_pi2.layers.prompt import sparse_only
 from torch_pi2.ops.activations import exact_zeros
-from torch_pi2.types.config import Config, ConfigFields
+from torch_pi2.types.config import Config
 from torch_pi2.types.method import PREDICTED
 
 _WINDOW, _TOKENS = 256, 8192
 #: Of models with exact zeros, and of others.
-SPARSE: dict[str, ConfigFields] = {
+SPARSE: dict[str, dict[str, Any]] = {
     "exact gate": {"method": "exact"},
     "low-rank": {"method": "lowrank"},
     "sign bit": {"method": "signbit"},
 }
-NOT_SPARSE: dict[str, ConfigFields] = {
+NOT_SPARSE: dict[str, dict[str, Any]] = {
     "CATS": {"method": "threshold", "sparsity": 0.6},
     "ours, at most 1 %": {"method": "threshold", "score": "auto", "max_loss": 0.01},
     "low-rank": {"method": "lowrank", "score": "output", "max_loss": 0.005, "tolerance": 0.005},
 }
-WEIGHTS: dict[str, ConfigFields] = {"float": {}, "int4": {"weights": "int4", "quantization": "gptq"}}
+WEIGHTS: dict[str, dict[str, Any]] = {"float": {}, "int4": {"weights": "int4", "quantization": "gptq"}}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

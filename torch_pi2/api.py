@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar, Unpack
+from typing import Annotated, Any, TypeVar
 
 import torch
 from torch import nn
@@ -49,7 +49,7 @@ from torch_pi2.rewrite.rewrite import apply, replaceable
 from torch_pi2.rewrite.rewrite import restore as restore_modules
 from torch_pi2.rewrite.skeleton import on_meta
 from torch_pi2.rewrite.state import ModelState, SparseState, get_state
-from torch_pi2.types.config import Config, ConfigFields, configured
+from torch_pi2.types.config import Config, configured
 from torch_pi2.types.method import LOSSY, PREDICTED, Method
 from torch_pi2.types.plan import Plan, lossy_methods, weights_hash
 from torch_pi2.types.site import FFNSite
@@ -105,7 +105,7 @@ def profile(
     tokenizer: Any = None,
     config: Config | None = None,
     progress: bool = False,
-    **fields: Unpack[ConfigFields],
+    **fields: Annotated[Any, Config],
 ) -> ActivationStats:
     """Measure how often each FFN neuron of ``model`` fires on ``data``.
 
@@ -192,7 +192,7 @@ def fit(
     config: Config | None = None,
     work: str | Path | None = None,
     progress: bool = False,
-    **fields: Unpack[ConfigFields],
+    **fields: Annotated[Any, Config],
 ) -> FittedPredictors:
     """Fit low-rank predictors for the cold neurons, just large enough to keep the model's loss within the tolerance.
 
@@ -258,7 +258,7 @@ def plan(
     *,
     config: Config | None = None,
     example: Any = None,
-    **fields: Unpack[ConfigFields],
+    **fields: Annotated[Any, Config],
 ) -> Plan:
     """Decide which neurons are hot, their order, and how cold ones are selected. The plan is bound to ``model``.
 
@@ -311,7 +311,7 @@ def optimize(
     hardware: Any = None,
     gpu_memory: float | str | None = None,
     progress: bool = False,
-    **fields: Unpack[ConfigFields],
+    **fields: Annotated[Any, Config],
 ) -> Model:
     """Replace the FFNs of ``model`` by predictor-gated neuron clusters, in place; returns ``model``.
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
-import typing
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,6 @@ from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.rewrite.linears import MIN_OUTPUTS
 from torch_pi2.store.storefile import weights_path
-from torch_pi2.types.config import ConfigFields
 
 TEXT = "def some(x):\n    return x + 1\n" * 20
 FEW: dict[str, Any] = {"calibration_tokens": 64, "seq_len": 16, "batch_size": 2}
@@ -45,12 +42,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = torch_pi2.optimize(LlamaForCausalLM(config).eval(), method="exact")
     torch_pi2.save(model, made, tokenizer=byte_tokenizer(TEXT))
     return made
-
-
-def test_the_keywords_are_the_fields_of_config() -> None:
-    fields = {field.name: field.type for field in dataclasses.fields(torch_pi2.Config)}
-    hints = typing.get_type_hints(ConfigFields)
-    assert {name: getattr(hint, "__name__", str(hint)) for name, hint in hints.items()} == fields
 
 
 def test_settings_as_keywords_are_those_of_a_config() -> None:

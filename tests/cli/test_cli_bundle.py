@@ -245,10 +245,7 @@ def test_export_passes_on_what_is_asked(
     assert (given["model"], given["target"], given["max_tokens"], given["batches"]) == (model, "xnnpack", 99, (1, 2))
     assert (given["hot"], given["hot_prompts"], given["calibration"]) == ({1: 3, 2: 4}, (32, 64), None)
     assert f"{out}: decoder for xnnpack, methods forward, decode_b1" in ran.out
-    old = ("--outliers", 4, "--no-verdict")  # removed; accepted for one release
-    ran = command("export", "m", "--out", tmp_path / "three", "--hot-prompts", "none", *old)
-    assert "--outliers has no effect any more" in ran.err
-    assert "--no-verdict has no effect any more" in ran.err
+    command("export", "m", "--out", tmp_path / "three", "--hot-prompts", "none")
     assert given["hot_prompts"] == ()
 
 

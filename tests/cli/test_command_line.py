@@ -116,20 +116,6 @@ def test_wrong_arguments(command: Command, argv: list[str], message: str) -> Non
     assert "usage: torch-pi2" in err
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "value"),
-    [("--lanes", "max_batch_size", 3), ("--waiting", "max_queue", 0), ("--patience", "timeout", 5.0)],
-)
-def test_old_names_of_options(capsys: pytest.CaptureFixture[str], old: str, new: str, value: float) -> None:
-    """They work for one release, with a warning, and are not in the help."""
-    parser = cli.build_parser()
-    assert getattr(parser.parse_args(["serve", "m", old, str(value)]), new) == value
-    assert f"{old} is now called --{new.replace('_', '-')}" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        parser.parse_args(["serve", "--help"])
-    assert old not in capsys.readouterr().out
-
-
 def test_values_and_shorter_names_are_no_unknown_options() -> None:
     parse = cli.build_parser().parse_args
     args = parse(["generate", "m", "--prompt", "--a b", "--max-n=3"])

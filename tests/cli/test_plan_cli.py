@@ -113,7 +113,7 @@ def test_text(command, root, tmp_path) -> None:
 
 
 def test_settings_reach_the_solver(command, root, tmp_path) -> None:
-    rest = ("--one-boundary", "--accelerator-memory", "1MiB")
+    rest = ("--fixed-hot-set", "--accelerator-memory", "1MiB")
     command(root / "store", *BASE, "--budget", "1GiB", *rest, "--out", tmp_path / "p")
     hardware = Plan.load(tmp_path / "p").hardware
     assert hardware is not None

@@ -347,7 +347,7 @@ def _wrong_call(name: str, known: list[str], kwargs: Mapping[str, Any], found: s
 
 @cache
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    """With annotations as types (``Any``: not checked), and entries of ``Unpack[SomeTypedDict]`` as keywords."""
+    """With types as annotations (``Any``: not checked); ``**more: Annotated[Any, X]``: the fields of ``X``."""
     scope = getattr(inspect.unwrap(function), "__globals__", {})
     parameters: list[inspect.Parameter] = []
     for parameter in inspect.signature(function).parameters.values():
@@ -356,11 +356,9 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
             hint = eval(parameter.annotation, scope) if isinstance(parameter.annotation, str) else Any
         except NameError:
             hint = Any
-        if kind is kind.VAR_KEYWORD and str(parameter.annotation).startswith("Unpack["):
-            entries = typing.get_type_hints(typing.get_args(hint)[0])
-            parameters += [
-                inspect.Parameter(n, kind.KEYWORD_ONLY, default=None, annotation=h) for n, h in entries.items()
-            ]
+        if typing.get_origin(hint) is typing.Annotated:
+            entries = _hints(typing.get_args(hint)[1]).items()
+            parameters += [inspect.Parameter(n, kind.KEYWORD_ONLY, default=None, annotation=h) for n, h in entries]
         else:
             variable = kind in (kind.VAR_POSITIONAL, kind.VAR_KEYWORD)
             parameters.append(parameter.replace(annotation=Any if variable else hint))

@@ -74,19 +74,6 @@ def has_no_default(default: Any) -> bool:
     return default is None or default is False or default is argparse.SUPPRESS or default == []
 
 
-def add_old_name(parser: argparse.ArgumentParser, old: str, new: str) -> None:
-    """Accept ``old`` for the option ``new`` for one release, with a warning; the help does not show it."""
-    action = parser._option_string_actions[new]
-
-    class OldName(argparse.Action):
-        def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, _option: Any = None) -> None:
-            print(f"torch-pi2: {old} is now called {new}; the old name ends with the next release", file=sys.stderr)
-            action(parser, namespace, values, new)
-
-    how: dict[str, Any] = {name: getattr(action, name) for name in ("dest", "nargs", "type", "choices")}
-    parser.add_argument(old, action=OldName, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **how)
-
-
 def _integer(name: str, least: int, most: int = 1 << 31) -> Callable[[str], int]:
     """An argparse type of ASCII digits; int() would also take ``1_0`` and digits of other scripts."""
 
@@ -202,7 +189,6 @@ def add_together(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--reduction", choices=("chunks", "ranks"), help=how)
     lost = "seconds after which a silent process counts as lost (default: 120)"
     group.add_argument("--timeout", type=_seconds, metavar="S", help=lost)
-    add_old_name(parser, "--patience", "--timeout")
 
 
 def add_sampling(parser: argparse.ArgumentParser, tokens: int) -> None:

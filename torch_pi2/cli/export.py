@@ -7,7 +7,6 @@ model, which then gets the lossless exact gate.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--hot-attention", choices=HOT_ATTENTION, help=attention)
     group = parser.add_argument_group("hot neurons on the NPU (lossy)")
     add = group.add_argument
-    for old in ("--outliers", "--no-verdict"):  # of the release before
-        add(old, action=_WithoutEffect, nargs=0 if old == "--no-verdict" else None, help=argparse.SUPPRESS)
     add("--precision", choices=("w4a16", "w8a16", "fp16"), default="w4a16", help="weights and inputs there")
     blocks = "with w4a16, weights of a group that has a scale; 0: one scale for each output channel; auto: 16"
     add("--blocks", type=_BLOCKS, default="auto", help=blocks)
@@ -63,13 +60,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     copies = "a copy per batch size: for Qualcomm's emulator, not for phones"
     add("--no-weight-sharing", action="store_true", help=copies)
     common.add_text(group)
-
-
-class _WithoutEffect(argparse.Action):
-    """An option that was removed: accepted for one release, with a warning."""
-
-    def __call__(self, _parser: object, _namespace: object, _values: object, option: str | None = None) -> None:
-        print(f"torch-pi2: {option} has no effect any more; the option ends with the next release", file=sys.stderr)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -39,7 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--context", type=common.positive, help="tokens of each sequence (default: 1024)")
     add("--batches", type=common.sizes, help="batch sizes to plan for (default: 1,2,4,8,16)")
     add("--fixed-hot-set", action="store_true", default=None, help="the same hot neurons at all batch sizes")
-    common.add_old_name(parser, "--one-boundary", "--fixed-hot-set")
     add("--explain", action="store_true", default=None, help="show the prediction only: --out may be left out")
     add(
         "--activations",

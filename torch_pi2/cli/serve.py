@@ -37,8 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--port", type=common.port, default=8000, help="0: any free port")
     add("--max-batch-size", type=common.positive, default=8, help="sequences decoded together")
     add("--max-queue", type=common.count, default=64, help="sequences that may wait")
-    common.add_old_name(parser, "--lanes", "--max-batch-size")
-    common.add_old_name(parser, "--waiting", "--max-queue")
     add("--max-tokens", type=common.positive, help="tokens per sequence with prompt (default: 4096 or the model's)")
     common.add_decoding(parser, ", of each model")
     prefix = "for keys and values of prompts, of each model, for prompts that begin alike; not in --budget; 0: none"

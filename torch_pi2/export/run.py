@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Annotated, Any
 
 import torch
 
@@ -20,7 +20,7 @@ from torch_pi2.decode.sequence import GeneratedSequence, TextStream, decode_loop
 from torch_pi2.errors import ArtifactError, ConfigError, DtypeError, NonFiniteError, Pi2Error, ShapeError, VersionError
 from torch_pi2.export import executorch as backend
 from torch_pi2.export.manifest import PROGRAM_FILE, STORE_FILE, Manifest
-from torch_pi2.export.text import SamplingKeywords, SamplingSettings, defaults_of, encode, load_tokenizer
+from torch_pi2.export.text import SamplingSettings, defaults_of, encode, load_tokenizer
 
 #: ``stream(sequence, token, text)``: index of the sequence, its new token, and newly complete text.
 Stream = Callable[[int, int, str], None]
@@ -193,7 +193,7 @@ class Bundle:
         seed: int = 0,
         num_return_sequences: int = 1,
         stream: Stream | None = None,
-        **sampling: Unpack[SamplingKeywords],
+        **sampling: Annotated[Any, SamplingSettings],
     ) -> Generated:
         """Continue a prompt.
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 
@@ -258,17 +258,6 @@ def chat_text(tokenizer: Any, messages: Any) -> str:
 GENERATION_FILE = "generation_config.json"
 #: Field -> its name in that file. Without temperature: answers are greedy by default.
 _NAMES = {name: name for name in ("top_k", "top_p", "min_p", "repetition_penalty")} | {"stop": "stop_strings"}
-
-
-class SamplingKeywords(TypedDict, total=False):
-    """The fields of :class:`SamplingSettings`, as keywords."""
-
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    repetition_penalty: float | None
-    stop: str | Sequence[str] | None
 
 
 @dataclass(frozen=True)

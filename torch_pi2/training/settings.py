@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypedDict
 
 from torch_pi2.base.fields import Field, argument, check_fields, from_json, limited, to_json
 from torch_pi2.base.files import atomic_write, json_text, read_json, writing
@@ -64,23 +63,6 @@ class SparsifySettings:
         for name, good, expected in checks:
             if not good:
                 argument(getattr(self, name), _ARGUMENT.format(name)).wrong(expected)
-
-
-class SparsifyFields(TypedDict, total=False):
-    """The fields of :class:`SparsifySettings`, as keywords."""
-
-    activation: str
-    target_sparsity: float
-    steps: int
-    batch: int
-    window: int
-    accumulate: int
-    learning_rate: float
-    lora: int
-    distill: float
-    bf16: bool
-    save_every: int
-    seed: int
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Annotated, Any
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from torch_pi2.errors import CalibrationError, ConfigError, UnsupportedModelErro
 from torch_pi2.profiling.data import digest, opening_of
 from torch_pi2.store.folder import check_separate
 from torch_pi2.store.trust import tokenizer_of
-from torch_pi2.training.settings import STEER_EVERY, ResumeInfo, SparsifyFields, SparsifySettings
+from torch_pi2.training.settings import STEER_EVERY, ResumeInfo, SparsifySettings
 from torch_pi2.training.student import Code, student_of, with_lora
 from torch_pi2.training.trainer import alone, train, training_arguments
 from torch_pi2.training.zeros import Measured, Zeros, measure
@@ -106,7 +106,7 @@ def sparsify(
     tokenizer: Any = None,
     trust_remote_code: bool = False,
     progress: bool = False,
-    **settings: Unpack[SparsifyFields],
+    **settings: Annotated[Any, SparsifySettings],
 ) -> SparsifyReport:
     """Train ``model`` on ``text`` until most values of its FFN neurons are exactly zero; writes the folder ``out``.
 

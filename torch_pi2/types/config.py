@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any
 
 from torch_pi2.base.fields import argument, check_fields, limited
 from torch_pi2.errors import ConfigError
@@ -90,26 +90,7 @@ class Config:
             argument(self.quantization, "Config.quantization").wrong("rtn or gptq with int8")
 
 
-class ConfigFields(TypedDict, total=False):
-    """The fields of :class:`Config`, as keywords of the functions that take one."""
-
-    method: str
-    hot_frequency: float
-    target_recall: float
-    tolerance: float
-    sparsity: float
-    score: str
-    max_loss: float | None
-    weights: str
-    activations: str
-    quantization: str
-    calibration_tokens: int
-    batch_size: int
-    seq_len: int
-    seed: int
-
-
-def configured(config: Config | None, fields: ConfigFields) -> Config:
+def configured(config: Config | None, fields: dict[str, Any]) -> Config:
     """``config``, or one made from ``fields``. Raises ConfigError: both were given, or a field is invalid."""
     if config is not None and fields:
         fix = f"Pass dataclasses.replace(config, {', '.join(f'{name}=...' for name in fields)}) as config."
