@@ -66,12 +66,8 @@ _FIT_BYTES = 2 << 30
 def _search(
     model: nn.Module, data: list[Batch] | None, stats: ActivationStats | None = None, needed: bool = True
 ) -> Found:
-    """FFN sites of ``model`` and layers left dense, found with an example of its inputs.
-
-    Args:
-        data: its first batch is the example if inputs cannot be guessed.
-        stats: sites are read up first or gate first as there.
-        needed: raise if there is no layer.
+    """FFN sites of ``model`` and layers left dense; the first batch of ``data`` is the example if inputs cannot be
+    guessed. ``stats``: sites are read up first or gate first as there. ``needed``: raise if there is no layer.
     """
     inputs: dict[str, Any] = {}
     if is_mapped(model):  # no weights are needed

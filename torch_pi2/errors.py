@@ -93,10 +93,8 @@ class CompileError(Pi2Error):
 
 
 def check_made_from(what: str, found: str, wanted: str, expected: str, fix: str) -> None:
-    """Raises StaleArtifactError unless ``what`` was made from the FFN weights of hash ``wanted``.
-
-    Args:
-        expected: in words, before the hash.
+    """Raises StaleArtifactError unless ``what`` was made from FFN weights of hash ``wanted``; ``expected``: words
+    before it.
     """
     if found != wanted:
         raise StaleArtifactError(what, expected=f"{expected} {wanted[:12]}", found=found[:12] or "none", fix=fix)

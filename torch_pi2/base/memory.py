@@ -1,7 +1,5 @@
-"""Memory for weights: allocated from the system, returned to it, or mapped from files.
-
-Pages of a mapped file count as the process' memory from their first use. Released pages are read again on their next
-use.
+"""Memory for weights: allocated from the system, returned to it, or mapped from files. Pages of a mapped file count as
+the process' memory from their first use; released ones are read again on their next use.
 """
 
 from __future__ import annotations

@@ -46,10 +46,8 @@ def _property(func: Any) -> str:
 
 
 class OffloadedParameter(nn.Parameter):
-    """A parameter whose values are in a sparse layer; see :func:`free_storage` and :func:`restore_storage`.
-
-    It takes no memory: ``element_size()`` and ``nbytes`` are 0, while ``numel()`` counts as in the dense model. Code
-    that bypasses Python (DLPack) sees NaN.
+    """A parameter without memory (``nbytes`` is 0), whose values are in a sparse layer; see :func:`free_storage` and
+    :func:`restore_storage`. Code that bypasses Python (DLPack) sees NaN.
     """
 
     _pi2_name: str
@@ -159,12 +157,8 @@ class _Guarded(dict[str, Any]):
 
 class GuardedParameters(_Guarded):
     """``_parameters`` of a module that does not compute with (some of) them: assigning others raises ConfigError.
-
-    Hidden from ``torch.export``, which would make them inputs.
-
-    Attributes:
-        names: local name of a guarded parameter -> its name in the site. owner: has their values; None: they cannot be
-            restored.
+    Hidden from ``torch.export``, which would make them inputs. ``names``: local name of a guarded parameter -> its name
+    in the site. ``owner``: has their values; None: they cannot be restored.
     """
 
     def __init__(self, parameters: Mapping[str, Any], names: Mapping[str, str], owner: Any) -> None:

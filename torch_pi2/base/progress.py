@@ -1,7 +1,5 @@
-"""Progress of long operations: a bar in a terminal, elsewhere a log line per phase; and one-time warnings.
-
-The command line shows these lines on standard error; programs can enable them
-(``logging.getLogger("torch_pi2.progress")``, level INFO).
+"""Progress of long operations: a bar in a terminal, elsewhere a log line per phase; and one-time warnings. Programs can
+show the lines: ``logging.getLogger("torch_pi2.progress")``, level INFO.
 """
 
 from __future__ import annotations

@@ -93,10 +93,8 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def in_file_order(specs: Mapping[str, Spec]) -> list[str]:
-    """Names, ordered by the largest power of two (a page at most) that divides their sizes, descending.
-
-    Safetensors allows no gaps between tensors. In this order every tensor is aligned to what divides its own size, so
-    that matrices, whose sizes are whole pages in all but toy models, begin on a page.
+    """Names, ordered by the largest power of two (a page at most) that divides their sizes, descending: safetensors
+    allows no gaps, so matrices, whose sizes are whole pages in all but toy models, begin on a page.
     """
     return sorted(specs, key=lambda name: -math.gcd(specs[name].nbytes, ALIGNMENT) if specs[name].nbytes else 0)
 

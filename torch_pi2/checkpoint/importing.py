@@ -1,7 +1,4 @@
-"""Import of quantised checkpoints from other tools: rows are kept bit for bit if one of our formats can hold them.
-
-``torch_pi2.import_quantized`` is here, ``import_gguf`` in :mod:`torch_pi2.checkpoint.gguf.importing`.
-"""
+"""Import of quantised checkpoints from other tools: rows are kept bit for bit if one of our formats can hold them."""
 
 from __future__ import annotations
 
@@ -163,10 +160,8 @@ def _found(model: nn.Module, neurons: str) -> Found:
 
 
 class _Importer(Quantizer):
-    """Writes the weights of an imported checkpoint.
-
-    ``neurons`` is the format of all neurons, one of ``QUANTIZED``; for other values gate and up keep their format if
-    possible.
+    """Writes the weights of an imported checkpoint. ``neurons``: the format of all neurons if one of ``QUANTIZED``;
+    else gate and up keep theirs if possible.
     """
 
     def __init__(

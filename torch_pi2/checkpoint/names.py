@@ -58,13 +58,10 @@ def follow(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 class _Converted:
-    """Parameters that transformers makes of other tensors, by its own operations.
-
-    Tensors that only follow one another are read in place; others are made as a whole, one group at a time.
-
-    Args:
-        first: the first parameter of the group. parts: pattern -> names of tensors, in order. last: the values of the
-            group that was made last, shared by all groups.
+    """Parameters that transformers makes of other tensors, by its own operations. Tensors that only follow one another
+    are read in place; others are made as a whole, one group at a time. ``first``: the first parameter of the group.
+    ``parts``: pattern -> names of tensors, in order. ``last``: the values of the group that was made last, shared by
+    all groups.
     """
 
     def __init__(

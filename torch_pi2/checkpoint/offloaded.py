@@ -110,10 +110,8 @@ def offload_of(plan: Plan) -> OffloadConfig:
 
 @dataclass
 class _OverStore:
-    """Makes layers whose neurons stay in ``store``; each takes its predictor out of ``predictors``.
-
-    Attributes:
-        index_of: layer key -> its number in the store. dividing: the group whose processes divide its neurons.
+    """Makes layers whose neurons stay in ``store`` (``index_of``: layer key -> its number there); each takes its
+    predictor out of ``predictors``. ``dividing``: the group whose processes divide its neurons.
     """
 
     store: Store

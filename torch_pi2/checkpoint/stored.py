@@ -43,11 +43,8 @@ def bound_plan(plan: Plan, strategies: Mapping[str, str], dense: Mapping[str, st
 
 
 class Packed(NamedTuple):
-    """A matrix in few bits.
-
-    Attributes:
-        kind: the checkpoint's type. bits: per weight. format: our format for it. kept: the format holds its integers;
-            otherwise the matrix is rounded. exact: the format holds its scales as well.
+    """A matrix in few bits. ``kind``: the checkpoint's type. ``bits``: per weight. ``format``: ours for it. ``kept``:
+    the format holds its integers, else it is rounded. ``exact``: also its scales.
     """
 
     kind: str
@@ -59,7 +56,6 @@ class Packed(NamedTuple):
 
 class PackedSource(Source, Protocol):
     """A checkpoint with matrices in few bits. ``about``: the model, in messages. ``by_neuron``: down is transposed.
-
     ``zeros``: layers may have experts, or activations that give zeros.
     """
 
@@ -78,11 +74,8 @@ class PackedSource(Source, Protocol):
 
 
 class Stored:
-    """A model without weights, and the checkpoint that has them.
-
-    Attributes:
-        model: its skeleton. checkpoint: its weights.
-        groups: all names of each parameter and buffer. alias: name -> all names of the same tensor.
+    """A model's skeleton without weights, and the checkpoint that has them. ``groups``: all names of each parameter and
+    buffer. ``alias``: name -> all names of the same tensor.
     """
 
     def __init__(self, model: nn.Module, checkpoint: Source) -> None:

@@ -112,9 +112,8 @@ class _After:
 
 
 def _as_if_imported(marked: list[tuple[str, Any]], dynamo: Any) -> None:
-    """If Dynamo is imported after all: transformers is as if it had been all along.
-
-    ``marked``: functions that transformers marks for Dynamo, and the names of the marks.
+    """If Dynamo is imported after all: transformers is as if it had been all along. ``marked``: functions marked for
+    Dynamo.
     """
     for how, fn in marked:
         getattr(dynamo, how)(fn)
@@ -174,9 +173,8 @@ def import_torch() -> None:
 
 
 def import_transformers() -> None:
-    """Import transformers' code for language models; the names of :data:`_HEAVY` there are imported when used.
-
-    For a process of ours. Does nothing if transformers is missing, or was imported already.
+    """Import transformers' code for language models; the names of :data:`_HEAVY` there are imported when used. For a
+    process of ours; does nothing if transformers is missing, or was imported already.
     """
     if {"transformers", _DYNAMO} & sys.modules.keys() or not find_spec("transformers"):  # reported by what needs it
         return

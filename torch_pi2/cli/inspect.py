@@ -301,9 +301,8 @@ def _render_budget(budget: dict[str, Any]) -> str:
 
 def describe_checkpoint(folder: Path, verify: bool, trust_remote_code: bool) -> dict[str, Any]:
     """``contains``, the fields of :class:`torch_pi2.planner.supported.Supported`, and ``quantised_by``: the
-    quantisation method of the checkpoint, or empty. Raises ArtifactError: transformers cannot build the model.
-    ConfigError: ``verify``, but there are no checksums. CalibrationError, UnsupportedModelError: it cannot be captured
-    without its inputs, or at all.
+    quantisation method of the checkpoint, or empty. Raises as ``supported``, and ConfigError: there are no checksums to
+    ``verify``.
     """
     from torch_pi2.planner.supported import supported
     from torch_pi2.store.folder import quantised_by, read_config
@@ -359,15 +358,8 @@ def _stays_dense(left: dict[str, str]) -> list[str]:
 
 
 def describe_bundle(folder: Path, verify: bool, progress: bool) -> dict[str, Any]:
-    """The manifest of a bundle, and facts read from its program and store.
-
-    Returns:
-        ``contains`` (["bundle"]), ``files``, ``bytes``, ``manifest``, ``methods`` (name -> delegates, operators and
-        hot_chunks), ``parts`` (name -> bytes, of all files), ``unknown`` (why the program was not read, or None),
-        ``verified_bytes`` (None without ``verify``) and ``npu`` (qnn.json; None without an NPU).
-
-    Raises:
-        ArtifactError: the manifest or a file is missing, damaged, or does not belong to the bundle.
+    """The manifest of a bundle, and facts read from its program (``unknown``: why it was not read) and store, as JSON
+    values. Raises ArtifactError: the manifest or a file is missing, damaged, or does not belong to the bundle.
     """
     from torch_pi2.export.describe import describe_program
     from torch_pi2.export.manifest import PROGRAM_FILE, STORE_FILE, Manifest

@@ -123,9 +123,8 @@ def together(args: argparse.Namespace) -> Iterator[None]:
 
 
 def _own_part(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """A part of ``torchrun``'s ``store`` without the addresses of processes that it has restarted since.
-
-    The first process names the part; the others accept only a name that answers their own request.
+    """A part of ``torchrun``'s ``store`` without addresses of processes that it has restarted since. The first process
+    names it; the others accept only a name that answers their own request.
     """
     import torch.distributed as dist
 

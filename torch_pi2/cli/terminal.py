@@ -90,9 +90,8 @@ def shown(name: str, value: Any) -> str:
 
 @contextmanager
 def configured(verbose: bool = False, quiet: bool = False) -> Iterator[None]:
-    """Inside the block, ``-v`` and ``-q`` set the level of our log messages; other libraries show errors only.
-
-    ``verbose`` also shows the warnings of other libraries. ``import torch_pi2`` changes no logger and no filter.
+    """Inside the block, ``-v`` and ``-q`` set the level of our log messages; other libraries show errors only without
+    ``verbose``.
     """
     ours = logging.getLogger("torch_pi2")
     handler = logging.StreamHandler(sys.stderr)

@@ -60,9 +60,8 @@ def _no_memory(needed: int) -> str:
 
 
 def of_folder(args: argparse.Namespace, verb: str, lossy: Sequence[str] = ()) -> None:
-    """Judge the folder ``args.out`` that ``verb`` made from the folder ``args.source``.
-
-    If no weight changed, the source's verdict is taken over, with a note, and nothing is measured.
+    """Judge the folder ``args.out`` that ``verb`` made from the folder ``args.source``; if no weight changed, its
+    verdict is taken over, with a note, and nothing is measured.
     """
     from torch_pi2.eval.verdict import weight_bytes
 

@@ -81,9 +81,8 @@ def uses_sdpa(config: Any) -> bool:
 
 
 def has_sinks(model: torch.nn.Module) -> bool:
-    """Whether attention of ``model`` has sinks (gpt-oss), scores that count only in the softmax's sum.
-
-    transformers computes these with ``eager``, as its ``sdpa`` has no sinks.
+    """Whether attention of ``model`` has sinks (gpt-oss), scores that count only in the softmax's sum; transformers'
+    ``sdpa`` lacks them.
     """
     return any("sinks" in module._parameters for module in model.modules())
 

@@ -40,9 +40,8 @@ def broadcast_call(method: Method) -> Method:
 
 
 def announce(made: Any, **settings: Any) -> None:
-    """If this process leads its group: let the others make such an object too, and repeat its marked calls.
-
-    ``made.number`` becomes its id in all processes.
+    """If this process leads its group: let the others make such an object too (``made.number``: its id), and repeat its
+    marked calls.
     """
     coordinator = coordinator_of(made.model)
     if coordinator is None:

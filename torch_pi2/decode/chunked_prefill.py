@@ -51,9 +51,8 @@ def lossless_chunk_tokens(model: nn.Module) -> int:
 
 
 def prompt_path_lengths(model: nn.Module) -> tuple[int, ...]:
-    """Prompt lengths from which on our layers take another code path than for shorter ones, ascending.
-
-    Keys and values of the same tokens have the same bits in prompts that take the same path.
+    """Prompt lengths from which on our layers take another code path than for shorter ones, ascending: on the same
+    path, keys and values of the same tokens have the same bits.
     """
     layers = [m for m in model.modules() if isinstance(m, SparseFFN)]
     lengths = {constants().gemm_tokens, *map(prompt_from, layers)} - {0}

@@ -226,13 +226,8 @@ class _Names:
 
 
 class Guards:
-    """What decided the calls of a model's recorded steps.
-
-    Args:
-        any_code: trust all code: only attributes of modules and configurations are compared.
-
-    Attributes:
-        unknown: a function that is not known and was called in a recorded step; None: there was none.
+    """What decided the calls of a model's recorded steps. ``any_code``: trust all code and compare only attributes of
+    modules and configurations. ``unknown``: a function that is not known and was called in a recorded step, or None.
     """
 
     def __init__(self, any_code: bool = False) -> None:

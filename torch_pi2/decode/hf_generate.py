@@ -94,9 +94,8 @@ def decoder_for(model: nn.Module, tokens: int, sequences: int, compiled: bool = 
 
 
 def _install(kind: Any) -> None:
-    """Let ``generate`` of a class of transformers use our steps for models that have the attribute :data:`ATTRIBUTE`.
-
-    A method of the model itself would be a cycle, which only the garbage collector frees.
+    """Let ``generate`` of a class of transformers use our steps for models that have the attribute :data:`ATTRIBUTE`: a
+    method of the model itself would be a cycle, which only the garbage collector frees.
     """
     usual = kind.generate
     if hasattr(usual, ATTRIBUTE):  # the class, or one that it inherits from, has it already

@@ -165,10 +165,8 @@ class StepLayer(_Layer):
 
 
 class StateMemory:
-    """Recurrent states of one layer: of convolutions, of state-space models or of linear attention.
-
-    Attributes:
-        tensors: ``[rows, ...]`` by kind (``conv`` or ``recurrent``) and number, allocated by the first prompt.
+    """Recurrent states of one layer (convolutions, state-space models, linear attention). ``tensors``: ``[rows, ...]``
+    by kind (``conv`` or ``recurrent``) and number, allocated by the first prompt.
     """
 
     def __init__(self, rows: int, count: int) -> None:

@@ -149,11 +149,8 @@ def decode_loop(
     step: Callable[[list[_Kind]], Iterable[tuple[_Kind, torch.Tensor]]],
     choose: Callable[[_Kind, torch.Tensor], int],
 ) -> None:
-    """Continue ``sequences`` until each has ended.
-
-    Args:
-        first: logits ``[V]`` after each prompt. step: sequences that continue -> pairs of a sequence and its next
-            logits ``[V]``, in the order in which tokens are chosen. choose: picks the next token of a sequence.
+    """Continue ``sequences`` until each has ended. ``first``: logits ``[V]`` after each prompt. ``step``: sequences
+    that continue -> pairs of a sequence and its next logits, in the order in which tokens are chosen by ``choose``.
     """
     live = list(zip(sequences, first))
     while live:
@@ -170,10 +167,8 @@ def partial_match(text: str, marks: Sequence[str]) -> int:
 
 
 class StopStrings:
-    """Cuts streamed text before the first complete stop string, as ``export/runner/stops.cc`` does.
-
-    Attributes:
-        reached: whether a stop string has come; later text is dropped.
+    """Cuts streamed text before the first complete stop string, as ``export/runner/stops.cc`` does. ``reached``: one
+    has come, and later text is dropped.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:

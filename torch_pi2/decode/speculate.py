@@ -28,12 +28,9 @@ MOST_DRAFTED = VERIFIED - 1
 
 @dataclass(frozen=True)
 class Drafts:
-    """Statistics of drafts.
-
-    Attributes:
-        drafted: tokens that were drafted and verified. accepted: those that became part of the answer.
-        passes: forwards that verified drafts; the others were plain steps.
-        switched_off: whether drafting was paused at the end because it did not pay (:class:`Pace`).
+    """Statistics of drafts: tokens ``drafted`` and verified, and ``accepted``; ``passes``: forwards that verified
+    drafts, the others being plain steps; ``switched_off``: drafting was paused at the end, as it did not pay
+    (:class:`Pace`).
     """
 
     drafted: int
@@ -81,14 +78,9 @@ class PromptLookup:
 
 
 class Assistant:
-    """Drafts with a smaller causal language model of the same vocabulary, up to its ``max_position_embeddings``.
-
-    Args:
-        model: see :class:`torch_pi2.Decoder`. of: the model that it drafts for.
-        max_tokens: prompt and answer together.
-
-    Raises:
-        ConfigError: another vocabulary, no head for it, or no weights. UnsupportedModelError: it cannot have a Decoder.
+    """Drafts with a smaller causal language model of the same vocabulary, up to its ``max_position_embeddings``, for
+    the model ``of``. Raises ConfigError: another vocabulary, no head for it, or no weights. UnsupportedModelError: no
+    Decoder.
     """
 
     def __init__(self, model: nn.Module, of: nn.Module, max_tokens: int, compiled: bool) -> None:
@@ -253,11 +245,8 @@ def speculate(
     pace: Pace,
     limit: int,
 ) -> tuple[Drafts, list[float]]:
-    """Decode ``sequence`` until it ends; returns statistics of drafts, and milliseconds of each forward.
-
-    Args:
-        decoder: has read ``prompt`` and returned ``logits_V``. choose: picks a token from logits ``[V]``.
-        limit: maximum number of new tokens.
+    """Decode ``sequence`` until it ends or has ``limit`` new tokens; returns statistics of drafts, and milliseconds of
+    each forward. ``decoder`` has read ``prompt`` and returned ``logits_V``; ``choose`` picks a token from such logits.
     """
     tokens, forward_ms, drafted, accepted, passes = list(prompt), list[float](), 0, 0, 0
 

@@ -90,11 +90,8 @@ class _Ref:
 
 @dataclass
 class Calls:
-    """The calls of a step.
-
-    Attributes:
-        inputs: the ids, then the tensors that existed before and are the same in every step, each with its name here.
-        made: function, arguments and results of each call, with names in place of tensors. result: of the step.
+    """The calls of a step. ``inputs``: the ids, then the tensors that existed before and are the same in every step,
+    each with its name here. ``made``: function, arguments and results of each call, with names in place of tensors.
     """
 
     inputs: list[tuple[torch.Tensor, _Ref]]
@@ -141,11 +138,7 @@ def _code(graph: fx.Graph) -> Callable[..., Any]:
 
 
 class StepGraph:
-    """The calls of a step as code, which runs for other ids.
-
-    Attributes:
-        inputs: tensors that are the same in every step.
-    """
+    """The calls of a step as code, which runs for other ids. ``inputs``: tensors that are the same in every step."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls, self.inputs = calls, [tensor for tensor, _ in calls.inputs[1:]]

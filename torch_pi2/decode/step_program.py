@@ -68,10 +68,7 @@ class _Unknown(Exception):
 
 
 def translated(run: Callable[..., Any], ids_BT: torch.Tensor, fixed: list[torch.Tensor]) -> tuple[Any, Any]:
-    """The result of ``run(ids_BT, *fixed)``, and its :class:`Translation`; None: that would have other bits.
-
-    ``fixed``: tensors that are the same in every step.
-    """
+    """The result of ``run(ids_BT, *fixed)``, and its :class:`Translation`; None: that would have other bits."""
     load()
     with _Observer(fixed) as observer:
         result = run(ids_BT, *fixed)
@@ -115,11 +112,8 @@ class _Program:
 
 
 class Translation:
-    """The calls of a step, some of them as programs.
-
-    Attributes:
-        graph: over the ids and ``fixed``. fixed: tensors that are the same in every step.
-        programs: numbers of ``torch.ops.pi2.step_program``, to be closed.
+    """The calls of a step, some as ``programs`` (numbers of ``torch.ops.pi2.step_program``, to be closed); ``graph``:
+    over the ids and ``fixed``, tensors that are the same in every step.
     """
 
     def __init__(

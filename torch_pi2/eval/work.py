@@ -55,10 +55,8 @@ class Work:
 
 @contextmanager
 def work() -> Iterator[Work]:
-    """Count the work inside the block; the result is complete when the block ends.
-
-    Inside it, layers are sparse for any number of tokens (:func:`torch_pi2.layers.prompt.sparse_only`). The counters
-    are process-wide, so nothing else may run sparse layers meanwhile.
+    """Count the work inside the block, where layers are sparse for any number of tokens. The counters are process-wide:
+    nothing else may run sparse layers meanwhile.
     """
     done = Work()
     before = counters.read()

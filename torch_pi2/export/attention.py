@@ -1,7 +1,5 @@
-"""Tracing the attention of Hugging Face decoders over a KV cache in buffers of the program.
-
-Models that use transformers' attention interface call our operator. Models with their own attention code read whole
-lanes of the cache under a mask.
+"""Tracing the attention of Hugging Face decoders over a KV cache in buffers of the program. Models with their own
+attention code read whole lanes of the cache under a mask; the others call our operator.
 """
 
 from __future__ import annotations
@@ -209,9 +207,8 @@ def masks_of(positions_BT: torch.Tensor, slots: int, window: int) -> tuple[torch
 
 @contextmanager
 def exportable_attention(model: nn.Module, layers: Sequence[Any]) -> Iterator[None]:
-    """Within the block a Hugging Face ``model`` uses our attention function, over :func:`lane_layers`.
-
-    Rotary embeddings with length-dependent frequencies keep those of short sequences, as cached keys have them.
+    """Within the block a Hugging Face ``model`` uses our attention function, over :func:`lane_layers`, and rotary
+    embeddings with length-dependent frequencies keep those of short sequences, as cached keys have them.
     """
     from transformers import AttentionInterface
 

@@ -107,11 +107,8 @@ def manifest_of(
 
 
 def _fixed_bytes(folder: Path, packed_copies: int, planned: tuple[int, int], predictors: int, tokens: int) -> int:
-    """Bound on a process's memory without the neuron cache, mapped files included (docs/BUNDLE.md).
-
-    Args:
-        packed_copies: of weights that XNNPACK repacks. planned: see :func:`manifest_of`. predictors: bytes, with
-            biases. tokens: most of one call.
+    """Bound on a process's memory without the neuron cache, mapped files included (docs/BUNDLE.md). ``packed_copies``:
+    of weights that XNNPACK repacks. ``predictors``: bytes, with biases. ``tokens``: most of one call.
     """
     tokenizer = (folder / "tokenizer.json").stat().st_size if (folder / "tokenizer.json").is_file() else 0
     packed = describe_program(folder / PROGRAM_FILE)["bytes"]["named"]

@@ -66,11 +66,8 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class MethodEntry:
-    """One method of the program.
-
-    Attributes:
-        kind: a value of ``METHOD_KINDS``. batch: number of sequences. max_tokens: per call and sequence.
-        hot_chunks: per layer, chunks of ``chunk_neurons`` on the accelerator; empty without one.
+    """One method. ``kind``: of ``METHOD_KINDS``. ``max_tokens``: per call and sequence. ``hot_chunks``: per layer,
+    chunks of ``chunk_neurons`` on the accelerator; empty without one.
     """
 
     kind: str

@@ -1,7 +1,5 @@
 """The methods of a bundle: those of a decoder, with hot parts for an accelerator, or ``forward`` of another module.
-
-Each method has a module of its own. Methods share weights and KV cache, and differ in the parts that an accelerator
-computes (:class:`Accelerated`).
+Each has a module of its own; they share weights and KV cache, and differ in the parts that an accelerator computes.
 """
 
 from __future__ import annotations
@@ -48,11 +46,8 @@ Chunks = Mapping[str, Sequence[int]]
 
 @dataclass(frozen=True)
 class Source:
-    """The optimised model that is exported.
-
-    Attributes:
-        layers: sparse FFNs and mixtures of experts. parts: their plan and statistics. linears: format of other linear
-            layers. decoder: whether it is a Hugging Face decoder. calibration: see :func:`torch_pi2.export`.
+    """The optimised model that is exported. ``layers``: sparse FFNs and mixtures of experts. ``parts``: their plan and
+    statistics. ``linears``: format of other linear layers. ``calibration``: see :func:`torch_pi2.export`.
     """
 
     model: nn.Module

@@ -70,10 +70,8 @@ def _is_constant(program: torch.export.ExportedProgram, node: torch.fx.Node) -> 
 def _mismatch(
     program: torch.export.ExportedProgram, node: torch.fx.Node, home: SparseLayer, known: dict[str, str]
 ) -> str:
-    """The first weight or threshold of a call that differs from the layer ``home``; or "".
-
-    Predictors are not compared, as their rows may have another order. known: input of the program -> name of the
-    parameter or buffer.
+    """The first weight or threshold of a call that differs from the layer ``home``; or "". Predictors are not compared,
+    as their rows may have another order. ``known``: input of the program -> name of the parameter or buffer.
     """
     for data in node.all_input_nodes:
         name = known.get(data.name, "")

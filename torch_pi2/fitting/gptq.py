@@ -28,11 +28,8 @@ _BLOCK, _ROWS = 4 * GROUP, 1024
 
 
 class Moments:
-    """Sums over the inputs ``x`` of a matrix.
-
-    Attributes:
-        tokens: number of inputs. squares_KK: float32, sum of ``x x^T``. drift_KK: sum of ``(y - x) x^T``, where y is
-            the input of the float model at the same token; zero if no y was given.
+    """Sums over the inputs ``x`` of a matrix, ``tokens`` in number. ``squares_KK``: float32, of ``x x^T``.
+    ``drift_KK``: of ``(y - x) x^T``, where y is the input of the float model at the same token; zero if no y was given.
     """
 
     def __init__(self, columns: int) -> None:

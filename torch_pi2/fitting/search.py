@@ -45,10 +45,8 @@ class FitSettings(Config):
 
 
 def initial_rank(site: FFNSite, active_share: float, skew: float) -> int:
-    """The rank at which the search starts: larger for dense layers, smaller for skewed ones (PowerInfer).
-
-    A quarter of the hidden size if a tenth of the neurons fire, at most half of it; a multiple of an int4 group, or
-    below one a multiple of 8.
+    """The rank at which the search starts, larger for dense layers, smaller for skewed ones (PowerInfer): a quarter of
+    the hidden size if a tenth of the neurons fire, at most half; a multiple of an int4 group, or below one of 8.
     """
     rank = site.hidden / 4 * math.sqrt(active_share / 0.1) * (1.25 - skew)
     step = GROUP if min(rank, site.hidden // 2) >= GROUP else 8

@@ -101,11 +101,9 @@ def masked(model: nn.Module, sites: Sequence[FFNSite], cuts: Cuts) -> PredictedM
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Thresholds (``cuts``) by site key.
-
-    Attributes:
-        sites: with the matrix first that their score reads. scales: see :func:`score_scales`.
-        made_by: ``score``; with a loss budget the fields of a :class:`~torch_pi2.types.stats.LossCurve`.
+    """Thresholds (``cuts``) by site key. ``sites``: with the matrix first that their score reads. ``scales``: see
+    :func:`score_scales`. ``made_by``: ``score``; with a loss budget the fields of a
+    :class:`~torch_pi2.types.stats.LossCurve`.
     """
 
     sites: Sequence[FFNSite] = ()

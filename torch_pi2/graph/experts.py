@@ -65,10 +65,8 @@ def _is_routed(arguments: Sequence[str]) -> bool:
 
 
 def experts_form(module: nn.Module, tried: dict[Any, str] | None = None) -> ExpertsForm | str:
-    """The form of ``module`` (see :func:`looks_like_experts`), or the reason why it is unknown.
-
-    Args:
-        tried: results of trying the code of modules with the same settings; updated.
+    """The form of ``module`` (see :func:`looks_like_experts`), or why it is unknown; ``tried``: updated results by
+    settings.
     """
     own = dict(module.named_parameters(recurse=False))
     first_name = _GATE_UP if _GATE_UP in own else _UP
@@ -249,9 +247,8 @@ ExpertsProbe = tuple[tuple[torch.Tensor, ...], torch.Tensor]
 
 
 def probe_experts(model: Any, sites: Sequence[FFNSite], tokens: int | None = None) -> ExpertsProbe:
-    """Random tokens and routing weights for the experts of one module, and the result according to ``sites``.
-
-    If the module takes rows sorted by expert, rows of experts without a site are zeros, and not in the result.
+    """Random tokens and routing weights for the experts of one module, and the result according to ``sites``. If it
+    takes rows sorted by expert, rows of experts without a site are zeros, and not in the result.
     """
     first = sites[0]
     module = model.get_submodule(str(first.experts))

@@ -1,6 +1,5 @@
-"""``find_sites``: every FFN of a model, with the names of its parameters (design D4, first finder).
-
-:func:`search` also reports those of unknown form, which stay dense.
+"""``find_sites``: every FFN of a model, with the names of its parameters (design D4, first finder); :func:`search` also
+reports those of unknown form, which stay dense.
 """
 
 from __future__ import annotations

@@ -79,9 +79,8 @@ class Stream:
 
 @dataclass(frozen=True)
 class Match:
-    """One FFN in a graph; ``inside`` lists projections and region in graph order, without ``down``'s nodes.
-
-    ``scaled``: the only use of its result, if that is a product with a number; and the number.
+    """One FFN in a graph; ``inside`` lists projections and region in graph order, without ``down``'s nodes. ``scaled``:
+    the only use of its result, if that is a product with a number; and the number.
     """
 
     x: fx.Node
@@ -124,12 +123,9 @@ class Match:
 
 @dataclass
 class Walk:
-    """The computation of the input of ``down``.
-
-    Attributes:
-        sources: projections. region: the operations between; both in graph order. own: parameters, buffers and
-            constants among their operands. blocked: the first operation that no matching FFN has; empty if there is
-            none.
+    """The computation of the input of ``down``: projections (``sources``) and the operations between (``region``), in
+    graph order; ``own``: parameters, buffers and constants among their operands. ``blocked``: the first operation that
+    no matching FFN has, or empty.
     """
 
     down: Projection
@@ -156,11 +152,8 @@ class Seen:
 
 
 def match_ffns(gm: fx.GraphModule, tensors: Tensors, buffers: Tensors | None = None) -> tuple[list[Match], Seen]:
-    """All FFNs of ``gm`` in order of execution.
-
-    Args:
-        gm: a graph at Dynamo level; tensor nodes carry ``meta["example_value"]``.
-        tensors: placeholder -> the parameter it stands for. buffers: the same of buffers.
+    """All FFNs of ``gm``, at Dynamo level, in order of execution; ``tensors``, ``buffers``: placeholder -> its
+    parameter or buffer.
     """
     seen = Seen({node: index for index, node in enumerate(gm.graph.nodes)})
     held = {**(buffers or {}), **tensors}

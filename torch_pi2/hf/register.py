@@ -32,10 +32,8 @@ _UNSUPPORTED = ("state_dict", "variant", "push_to_hub", "distributed_checkpoint"
 
 
 def register() -> None:
-    """Register the quantisation method and its settings, once per process, and wrap two functions of transformers.
-
-    ``merge_quantization_configs`` accepts settings only for classes in a fixed list, and ``save_pretrained`` only
-    writes state dicts.
+    """Register the quantisation method and its settings, once per process, and wrap ``merge_quantization_configs``,
+    which accepts settings only for classes in a fixed list, and ``save_pretrained``, which only writes state dicts.
     """
     if HF_METHOD in AUTO_QUANTIZER_MAPPING:
         return

@@ -269,11 +269,9 @@ class HybridExperts:
 
 
 def stays_as_it_is(layer: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    """Whether ``fn``, the argument of ``layer._apply``, leaves a split layer unchanged: it moves to the GPU of its
-    part.
-
-    Any other change ends the split, and a dtype conversion logs a warning: the layer is whole on the CPU then. Raises
-    DeviceError or UnsupportedModelError for a move to a GPU that has no kernels for the layer.
+    """Whether ``fn``, the argument of ``layer._apply``, only moves a split layer to the GPU of its part. Any other
+    change ends the split, and a dtype conversion logs a warning. Raises DeviceError or UnsupportedModelError: a GPU
+    without kernels for it.
     """
     if layer.split is not None:
         there = torch.empty(0, dtype=layer.dtype, device=layer.split.link.device)

@@ -116,11 +116,8 @@ def evaluate(
 
 
 class LazyFFN(torch.Tensor):
-    """Shape and dtype of a projection's result, with the note that computes its values.
-
-    Attributes:
-        base: the lazy tensor that this may be a view of. viewed: whether others may be views of this one.
-        dense: the values, once computed.
+    """Shape and dtype of a projection's result, with the note that computes its values (``dense``, once computed).
+    ``base``: the lazy tensor that this may be a view of. ``viewed``: whether others may be views of this one.
     """
 
     note: Note

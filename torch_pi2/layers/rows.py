@@ -96,11 +96,9 @@ def convert(
 
 
 class DenseForm(nn.Module):
-    """The weights of a sparse layer under the names and in the shapes of the dense model.
-
-    Attributes:
-        neuron_rows: ``[I, R, H]`` in plan order (``order``; ``inverse`` is its inverse). weights: their format. Biases:
-            ``bias_gate``, ``bias_up [I]`` in plan order, ``bias_down [H]``.
+    """The weights of a sparse layer under the names and in the shapes of the dense model. ``neuron_rows [I, R, H]``, in
+    the format ``weights``, and ``bias_gate``, ``bias_up [I]`` in plan order (``order``; ``inverse``); ``bias_down
+    [H]``.
     """
 
     site: FFNSite

@@ -1,6 +1,5 @@
-"""An FFN that is a sequence of modules inside a bigger block: the first computes everything, the others pass it on.
-
-The result travels as a ``FusedOutput``. Each module checks its position, so a missing or replaced one is an error.
+"""An FFN that is a sequence of modules inside a bigger block: the first computes everything, the others pass on the
+``FusedOutput``. Each checks its position, so a missing or replaced one is an error.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Compute rates: operator calls over grids of sizes, and lines fitted to their times.
-
-Successive calls use different weights, which come from memory and not from caches.
+"""Compute rates: operator calls over grids of sizes, with weights from memory and not from caches, and lines fitted to
+them.
 """
 
 from __future__ import annotations

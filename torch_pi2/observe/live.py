@@ -88,12 +88,9 @@ def _name(layer: SparseFFN) -> str:
 
 @dataclass
 class Spent:
-    """Time of one kind of work.
-
-    Attributes:
-        rounds: how often it began. seconds: wall time.
-        ms: by part of :data:`PARTS`: ``linear`` layers in our formats without the ``head``; ``ffn`` without its
-            ``wait`` for reads; ``rest``: attention over the KV cache, norms, sampling, and linear layers of PyTorch.
+    """Time of one kind of work: ``seconds`` of wall time in ``rounds``. ``ms``: by part of :data:`PARTS`: ``linear``
+    layers in our formats without the ``head``; ``ffn`` without its ``wait`` for reads; ``rest``: attention, norms,
+    sampling, PyTorch's linear layers.
     """
 
     rounds: int = 0

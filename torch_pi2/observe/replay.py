@@ -1,6 +1,5 @@
-"""Hit rates of caches of other sizes and policies on recorded accesses (docs/TRACES.md).
-
-The C++ core replays with the same cache that stores use.
+"""Hit rates of caches of other sizes and policies on recorded accesses (docs/TRACES.md); the C++ core replays with the
+stores' cache.
 """
 
 from __future__ import annotations

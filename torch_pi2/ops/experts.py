@@ -93,11 +93,8 @@ def stored_experts(
     bias_down: torch.Tensor | None = None,
     first: int = 0,
 ) -> torch.Tensor:
-    """:func:`experts_ffn` with the neurons of ``experts`` layers of a store, from ``first_layer`` on.
-
-    Args:
-        reader: a ``torch_pi2.store.storefile.StoreReader``; the operator takes the number of an open store.
-        The others: see :func:`experts_ffn`.
+    """:func:`experts_ffn` with the neurons of ``experts`` layers of a store, from ``first_layer`` on. ``reader``: a
+    ``torch_pi2.store.storefile.StoreReader``; the operator takes the number of an open store.
     """
     neuron_rows = torch.stack([reader.as_computed(reader.read_layer(first_layer + e)) for e in range(experts)])
     how: tuple[Any, ...] = (predictor, kind, cuts, predictor_weights, predictor_int8_activations)

@@ -22,11 +22,8 @@ FAKES: dict[str, Callable[..., torch.Tensor]] = {}
 
 
 def operator(result: Callable[[SimpleNamespace], torch.Tensor], out: bool = False) -> Callable[[Reference], Reference]:
-    """Decorator that lists an operator's reference.
-
-    Args:
-        result: makes an empty result from the arguments of a call by name.
-        out: there is also a variant that writes into ``out``, as ExecuTorch needs it.
+    """Decorator that lists an operator's reference. ``result``: makes an empty result from the arguments of a call by
+    name. ``out``: there is also a variant that writes into ``out``, as ExecuTorch needs it.
     """
 
     def listed(reference: Reference) -> Reference:

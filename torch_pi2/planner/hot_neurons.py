@@ -1,6 +1,5 @@
-"""The greedy plan: the most frequent neurons are hot; the others get the cheapest method, by layer.
-
-It uses measured frequencies alone. :mod:`torch_pi2.planner.for_machine` chooses hot neurons anew for a machine.
+"""The greedy plan, by measured frequencies alone: the most frequent neurons are hot; the others get the cheapest
+method, by layer.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """PowerInfer's integer program (arXiv 2312.12456, section 6.3): how many neurons of each layer an accelerator holds.
-
-PowerInfer maximises the firing frequency of neurons on the GPU. Here the objective is predicted time, under the same
+PowerInfer maximises the firing frequency of neurons on the GPU; here predicted time is minimised, under the same
 constraints: the accelerator's memory, and one choice per layer.
 """
 

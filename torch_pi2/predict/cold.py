@@ -12,12 +12,9 @@ from torch_pi2.types.site import FFNSite
 
 
 class Cold(NamedTuple):
-    """A layer's part of a predictor.
-
-    Attributes:
-        kind: its name in operators. weights: format of quantised rows, else "".
-        cut: replaces the predictor's threshold.
-        in_blocks: quantised rows are in blocks of 16. Then there is a bias, and b may begin with padding rows.
+    """A layer's part of a predictor. ``kind``: its name in operators. ``weights``: format of quantised rows, else "".
+    ``cut``: replaces the threshold. ``in_blocks``: rows are in blocks of 16; there is a bias, and b may begin with
+    padding rows.
     """
 
     kind: str

@@ -30,11 +30,8 @@ _INDEX, _FORMAT = "samples.json", ("torch_pi2.samples", 1)
 
 @dataclass
 class Samples:
-    """Tokens of one FFN.
-
-    Attributes:
-        x_NH: inputs ``[N, H]``, model dtype. intermediate: I.
-        fired_bits: ``[N, ceil(I/8)]`` uint8, see :func:`torch_pi2.types.stats.pack_bits`.
+    """Tokens of one FFN: inputs ``x_NH [N, H]`` in the model's dtype; ``fired_bits [N, ceil(I/8)]`` uint8
+    (:func:`torch_pi2.types.stats.pack_bits`).
     """
 
     x_NH: torch.Tensor

@@ -25,12 +25,9 @@ from torch_pi2.types.site import FFNSite
 
 @dataclass(frozen=True)
 class GraphLayer:
-    """A feed-forward layer, or a module of experts, in a graph.
-
-    Attributes:
-        sites: the layer's, or one per expert, with the names of ``parameters``.
-        inputs: tokens; for experts also the choices of the router, and their weights.
-        nodes: those that compute it, in order. result: the one that others use.
+    """A feed-forward layer, or a module of experts, in a graph. ``sites``: the layer's, or one per expert, with the
+    names of ``parameters``. ``inputs``: tokens; for experts also the router's choices and weights. ``nodes``: those
+    that compute it, in order. ``result``: the one that others use.
     """
 
     name: str
@@ -52,10 +49,8 @@ class GraphLayer:
 def find_experts(
     gm: fx.GraphModule, tensors: Mapping[fx.Node, torch.Tensor]
 ) -> tuple[list[GraphLayer], dict[str, str]]:
-    """Modules of experts that ``gm`` computes; and name -> reason of those that it, or its frame, leaves dense.
-
-    Args:
-        tensors: placeholder -> the parameter it stands for.
+    """Modules of experts that ``gm`` computes (``tensors``: placeholder -> its parameter); and name -> reason of those
+    that it, or its frame, leaves dense.
     """
     try:
         output: Any = InstructionTranslator.current_tx().output

@@ -1,7 +1,4 @@
-"""Rewriting an eager model: checking, making and installing its sparse layers, and restoring the dense ones.
-
-:mod:`torch_pi2.rewrite.strategies` decides how, :mod:`torch_pi2.rewrite.install` does it.
-"""
+"""Rewriting an eager model: checking, making and installing its sparse layers, and restoring the dense ones."""
 
 from __future__ import annotations
 

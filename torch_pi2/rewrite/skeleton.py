@@ -61,10 +61,8 @@ def model_config(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
 
 
 def named_class(config: Any) -> Any:
-    """transformers' own class that ``config`` names, such as ``BertModel``.
-
-    None for causal language models, remote code and configurations without a name: ``AutoModelForCausalLM`` builds
-    those.
+    """transformers' own class that ``config`` names, such as ``BertModel``. None for causal language models, remote
+    code and configurations without a name: ``AutoModelForCausalLM`` builds those.
     """
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

@@ -25,12 +25,8 @@ _ATTRIBUTE = "torch_pi2"
 
 @dataclass(kw_only=True, eq=False)
 class ModelState:
-    """State of a model besides parameters. A copied model has a copy, over the same store.
-
-    Attributes:
-        store: of its neurons; None: it is in memory. budget: of the store.
-        group: the processes that each have a shard of the model; None: it is not sharded.
-        controller: applies the followed plan (:class:`torch_pi2.decode.plan_controller.PlanController`).
+    """State of a model besides parameters; a copied model has a copy, over the same ``store`` (None: it is in memory).
+    ``group``: the processes that each have a shard, or None. ``controller``: applies the followed plan.
     """
 
     store: Store | None = None
@@ -66,10 +62,8 @@ class ModelState:
 
 @dataclass(eq=False)
 class SparseState(ModelState):
-    """State of an optimised model.
-
-    ``quantization``: name of a linear layer or key of an FFN -> its error; empty for float weights.
-    ``weights``: format of the weights, ``float`` if they are not quantised.
+    """State of an optimised model. ``weights``: format, ``float`` if not quantised; ``quantization``: linear layer or
+    FFN -> its error.
     """
 
     plan: Plan

@@ -32,11 +32,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """A new token of a sequence.
-
-    Attributes:
-        token: its id. logprob: natural log probability, before temperature and bias, if requested.
-        top: the most likely ids with their log probabilities, descending.
+    """A new token of a sequence. ``logprob``: natural log probability, before temperature and bias, if requested.
+    ``top``: the most likely ids with theirs, descending.
     """
 
     token: int

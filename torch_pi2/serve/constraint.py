@@ -1,5 +1,4 @@
 """Constraints on the next token: ``Grammars`` (JSON schemas and tool calls, with llguidance) and ``Penalties``.
-
 llguidance fails on some numbers and depths of schemas: :func:`as_object` refuses or bounds these.
 """
 
@@ -155,10 +154,8 @@ def refused(what: str, found: str) -> ConfigError:
 
 
 def _tool_grammar(tools: ToolSet, mark: Callable[[str], str], answer: dict[str, Any] | bool | None) -> str:
-    """Grammar in llguidance's variant of Lark: calls, or another answer unless a call is required.
-
-    Args:
-        mark: writes a mark such as ``<tool_call>`` in the grammar. answer: schema of other answers; None: any text.
+    """Grammar in llguidance's variant of Lark: calls, or another answer unless a call is required. ``mark``: writes a
+    mark such as ``<tool_call>`` in the grammar. ``answer``: schema of other answers; None: any text.
     """
     form = tools.form
     objects, rules = [], []

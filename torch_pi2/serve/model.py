@@ -37,13 +37,8 @@ class Piece:
 
 
 class ServedModel:
-    """A model that answers requests.
-
-    Args:
-        name: for clients. model, tokenizer: from Hugging Face. batch: of this model, started.
-
-    Attributes:
-        created: Unix time. model, tokenizer, batch: as given. hidden: tokens that texts leave out.
+    """A model that answers requests under ``name``. ``batch``: of this model, started. ``created``: Unix time.
+    ``hidden``: tokens that texts leave out.
     """
 
     def __init__(self, name: str, model: nn.Module, tokenizer: Any, batch: Batch) -> None:

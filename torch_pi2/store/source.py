@@ -196,11 +196,8 @@ def stored_name(checkpoint: Source, name: str) -> str:
 
 
 class ExpertMatrix:
-    """A matrix of one expert in a checkpoint, stored alone or in a stack of all experts.
-
-    Attributes:
-        name: of the tensor. shape: expected shape of the matrix. first: its first row in the tensor.
-        in_rows: whether its rows are contiguous there.
+    """A matrix of one expert in a checkpoint, alone or in a stack of all: its rows, of ``shape``, begin at ``first`` in
+    the tensor ``name``. ``in_rows``: they are contiguous there.
     """
 
     def __init__(self, checkpoint: Source, site: FFNSite, ref: LinearRef, role: str) -> None:

@@ -92,10 +92,8 @@ def part_of(name: str) -> str | None:
 
 class StoreReader(QuantizedWeights):
     """An open neuron store. All data is compared with its checksum when read, the superblock when the store is opened.
-
-    Attributes:
-        keys: of the layers' sites, in plan order. entries: locations of their neurons, in the same order.
-        shard: the neurons that are in this store; None: all.
+    ``keys``, ``entries``: of the layers' sites and their neurons, in plan order. ``shard``: the neurons in this store;
+    None: all.
     """
 
     all_checked = False  # neurons have their own checksums, in tensors

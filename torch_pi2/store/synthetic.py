@@ -115,11 +115,8 @@ class TokenStream:
 
 
 class GateMaker:
-    """Gate rows of one layer and, if ``rank``, their predictor.
-
-    Args:
-        d: the direction ``[H]``. p: firing frequencies ``[I]``.
-        weights: format of the gate rows. rank: of the predictor, in int4; 0: none.
+    """Gate rows of one layer, in format ``weights``, and, if ``rank``, their int4 predictor. ``d``: the direction
+    ``[H]``. ``p``: firing frequencies ``[I]``.
     """
 
     def __init__(

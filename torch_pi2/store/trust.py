@@ -140,9 +140,8 @@ def tokenizer_of(model: Any, tokenizer: Any, what: str, error: type[Pi2Error] = 
 
 
 def try_out(tokenizer: Any, ours: bool = False) -> None:
-    """Raises what ``tokenizer`` raises for some damaged settings; warns of damage that no library notices.
-
-    ``ours``: of an import in the cache, whose ids are positions.
+    """Raises what ``tokenizer`` raises for some damaged settings; warns of damage that no library notices. ``ours``:
+    ids are positions.
     """
     tokenizer("a")
     words = tokenizer.get_vocab() if getattr(tokenizer, "is_fast", False) and not ours else {}

@@ -38,12 +38,9 @@ _CLUSTER_BYTES = 1 << 18
 
 @dataclass(frozen=True)
 class StoreLayer:
-    """A layer of a store that is being written.
-
-    Attributes:
-        site: the layer. n_hot: number of leading neurons that are computed densely.
-        format: of its neurons, such as ``int4``, or a pair such as ``q4_k+int8``.
-        read: first, last -> neurons ``[first, last)`` in plan order, ``[n, ...]`` of any dtype.
+    """A layer of a store that is being written. ``n_hot``: number of leading neurons that are computed densely.
+    ``format``: such as ``int4``, or a pair such as ``q4_k+int8``. ``read``: first, last -> neurons in plan order, ``[n,
+    ...]`` of any dtype.
     """
 
     site: FFNSite

@@ -43,9 +43,7 @@ _RISE = 0.5
 @dataclass
 class SparseLoss:
     """Trainer's loss: on the text, divergence from the dense model's predictions, and ``weight`` times the penalty.
-
-    Attributes:
-        sums: since the last :meth:`means`: loss on the text, divergence, penalty, zeros by layer.
+    ``sums``: of these and of zeros by layer, since the last :meth:`means`.
     """
 
     zeros: Zeros
@@ -209,13 +207,9 @@ def train(
     begins: Measured,
     progress: bool = False,
 ) -> list[dict[str, Any]]:
-    """Train ``student`` in place, from its last checkpoint if there is one; returns the rows of the log.
-
-    Args:
-        begins: the student before training; sets the first weight of the penalty and the first aim.
-
-    Raises:
-        ArtifactError: a checkpoint cannot be written (the disk is full); the last complete one remains.
+    """Train ``student`` in place, from its last checkpoint if there is one; returns the rows of the log. ``begins``:
+    the student before training sets the first weight of the penalty and the first aim. Raises ArtifactError: a
+    checkpoint cannot be written (the last complete one remains).
     """
     from transformers import PrinterCallback, Trainer, TrainerCallback
 

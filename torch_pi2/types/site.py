@@ -235,10 +235,8 @@ def check_weights(site: FFNSite, weights: FFNWeights) -> None:
 @dataclass(frozen=True)
 class ExpertsForm:
     """A module of experts: their number E, I neurons each, H; ``activation`` and ``on_up`` as in an ``FFNSite``.
-
-    Attributes:
-        gated: gates are in one parameter with up. interleaved: alternating rows; otherwise gates come first.
-        transposed: matrices are stored ``[in, out]``. biases: all matrices have them.
+    ``gated``: gates are in one parameter with up, first or ``interleaved`` by rows. ``transposed``: matrices are stored
+    ``[in, out]``. ``biases``: all matrices have them.
     """
 
     experts: int
@@ -254,11 +252,8 @@ class ExpertsForm:
 
 @dataclass(frozen=True)
 class Formula:
-    """The function between the projections of an FFN, of one or two streams.
-
-    Attributes:
-        activation: a name in ``ops.ACTIVATIONS``. on_up: activation on both streams (dReLU).
-        gate: index of the gate stream, None for a plain FFN; up: index of the other.
+    """The function between the projections of an FFN: ``activation``, on both streams if ``on_up`` (dReLU). ``gate``:
+    index of the gate stream, None for a plain FFN; ``up``: index of the other.
     """
 
     activation: str

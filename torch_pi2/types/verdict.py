@@ -1,7 +1,5 @@
-"""``Verdict``: speed, size and quality of a model compared with its dense form (verdict.json).
-
-Unmeasured values are None, with the reason in ``not_measured``. One run on one machine is an indication, not a
-benchmark.
+"""``Verdict``: speed, size and quality of a model compared with its dense form (verdict.json), an indication from one
+run on one machine. Unmeasured values are None, with the reason in ``not_measured``.
 """
 
 from __future__ import annotations

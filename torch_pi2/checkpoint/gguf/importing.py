@@ -1,7 +1,4 @@
-"""``torch_pi2.import_gguf``: writes a GGUF file as one of our folders, with its rows bit for bit where possible.
-
-``torch_pi2.load("model.gguf")`` imports into the user's cache.
-"""
+"""``torch_pi2.import_gguf``: writes a GGUF file as one of our folders, with its rows bit for bit where possible."""
 
 from __future__ import annotations
 
@@ -122,10 +119,8 @@ def _write_config(checkpoint: GgufCheckpoint, folder: Path) -> None:
 def cached_import(
     file: Path, *, packed: bool, progress: bool = False, before: Callable[[], None] | None = None
 ) -> Path:
-    """The folder with the import of ``file``, made now or earlier; ``packed``: with a neuron store of all layers.
-
-    Waits for another process that is importing it. A damaged folder is made again. ``before``: called before an import.
-    Raises as :func:`import_gguf` and ``pack``.
+    """The folder with the import of ``file``, made now or earlier (a damaged one again); ``packed``: with a neuron
+    store of all layers. Waits for another process that is importing it. ``before``: called before an import.
     """
     seen = _seen(file, packed) if file.is_file() else ""
     for mark in imports_folder().glob(f"*/{seen}") if seen else ():

@@ -85,13 +85,9 @@ def stack_name(block: int, role: str) -> str:
 
 
 class GgufCheckpoint(Closing):
-    """The tensors of a GGUF file, with the interface of :class:`torch_pi2.store.source.Checkpoint`.
-
-    Attributes:
-        folder: the file, or any of its parts, for messages. file: its header and rows. family: its architecture.
-
-    Raises:
-        ArtifactError: damage. UnsupportedModelError: an unknown architecture.
+    """A GGUF file (``folder``: the file, or any of its parts), with the interface of
+    :class:`torch_pi2.store.source.Checkpoint`. Raises ArtifactError: damage. UnsupportedModelError: an unknown
+    architecture.
     """
 
     def __init__(self, path: str | Path) -> None:

@@ -82,9 +82,8 @@ class _NotCopied:
 
 
 def _implied_merges(ids: Mapping[str, int], scores: Sequence[float] | None) -> list[tuple[str, str]]:
-    """The merges of a SentencePiece vocabulary, best first: by scores of the results, or in the vocabulary's order.
-
-    As transformers finds them, which takes longer.
+    """The merges of a SentencePiece vocabulary, best first (by scores, or in the vocabulary's order), as transformers
+    finds them.
     """
     found = []
     for token, index in sorted(ids.items(), key=itemgetter(1)):

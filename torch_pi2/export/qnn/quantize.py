@@ -51,11 +51,8 @@ class PartInputs:
 
 @dataclass(frozen=True)
 class Quantized:
-    """A quantised part.
-
-    Attributes:
-        errors: L2 error of each output relative to float32, on the last quarter of the samples, held out from GPTQ;
-            empty with fp16. tokens: on which errors were measured.
+    """A quantised part. ``errors``: L2 error of each output relative to float32, on ``tokens`` in the last quarter of
+    the samples, held out from GPTQ; empty with fp16.
     """
 
     program: torch.export.ExportedProgram
@@ -134,9 +131,7 @@ def pt2e(
     chosen_on: Sequence[Inputs] = (),
 ) -> torch.fx.GraphModule:
     """``module`` with weights and activations quantised for the HTP, with the activations' ranges on ``inputs``.
-
-    ``block``: see :class:`PartInputs`. ``chosen_on``: inputs of GPTQ (:func:`~torch_pi2.export.qnn.weights.calibrate`);
-    empty: round to nearest.
+    ``chosen_on``: inputs of GPTQ (:func:`~torch_pi2.export.qnn.weights.calibrate`); empty: round to nearest.
     """
     from executorch.backends.qualcomm.quantizer.quantizer import QnnQuantizer, QuantDtype
     from executorch.backends.qualcomm.serialization.qc_schema import QcomChipset
@@ -233,10 +228,8 @@ def part_program(
     output: int | None = None,
     order: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> torch.export.ExportedProgram:
-    """The static program for inputs of ``shapes``, sharing weights with ``program``.
-
-    Args:
-        output: the only one to keep. order: inputs that are arguments, and the result index of each output.
+    """The static program for inputs of ``shapes``, sharing weights with ``program``. ``output``: the only one to keep.
+    ``order``: inputs that are arguments, and the result index of each output.
     """
     module, inputs = program.module(check_guards=False), zeros(shapes)
     if output is not None:

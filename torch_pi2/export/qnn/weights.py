@@ -50,10 +50,8 @@ class _Common(NamedTuple):
 
 
 class NpuGrid(Grid):
-    """QNN's 4-bit grid: -7 to 7, with scales of groups that are multiples, 1 to 16, of the row's step.
-
-    The step is that of :func:`block_scales`; the largest group keeps it. Without groups (``size`` 0) a row has one
-    arbitrary scale.
+    """QNN's 4-bit grid: -7 to 7, with scales of groups that are multiples, 1 to 16, of the row's step
+    (:func:`block_scales`; the largest group keeps it). Without groups (``size`` 0) a row has one arbitrary scale.
     """
 
     def __init__(self, size: int) -> None:

@@ -81,11 +81,8 @@ def token_slices(tokens: int) -> Iterator[slice]:
 
 def compute(y_TH: torch.Tensor, x_TH: torch.Tensor, call: SimpleNamespace, routed: Routed | None = None) -> None:
     """Write the results of contiguous tokens ``x_TH`` (at least one, few enough for their sums to fit) into ``y_TH``.
-
-    Args:
-        call: arguments of :func:`torch_pi2.ops.ffn.predicted_ffn` by name.
-        routed: for a call of :func:`gathered_experts`: neurons and predictors are stacked, cuts and thresholds are
-            tensors.
+    ``call``: arguments of :func:`torch_pi2.ops.ffn.predicted_ffn` by name; with ``routed`` (:func:`gathered_experts`)
+    neurons and predictors are stacked, cuts and thresholds are tensors.
     """
     from torch_pi2.ops.gpu import kernels
 
