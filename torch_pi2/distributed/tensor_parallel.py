@@ -22,7 +22,7 @@ _AGREED_TOKENS = 64
 
 
 class Share:
-    """This process' part of the layer ``key``, and how the parts are combined. ``shards``: of all processes, by rank."""
+    """This process' part of the layer ``key``, and how parts are combined. ``shards``: of all processes, by rank."""
 
     def __init__(self, group: Group, shards: Sequence[Shard], key: str, reduction: str) -> None:
         chunks = [shard.layers[key].chunks for shard in shards]
