@@ -510,9 +510,8 @@ def quantize_(
 @checked
 @fresh_settings()
 def restore(model: Model) -> Model:
-    """Restore the original modules and weights, bit for bit; returns ``model``. A dense model is left alone.
-
-    It also stops following a plan (:func:`torch_pi2.follow`). Raises ConfigError if weights are quantised.
+    """Restore the original modules and weights, bit for bit, and stop following a plan; returns ``model``. A dense
+    model is left alone. Raises ConfigError if weights are quantised.
     """
     restore_modules(model)
     ModelState.detach(model)

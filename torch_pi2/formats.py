@@ -20,12 +20,10 @@ FLOAT = "float"
 
 @dataclass(frozen=True)
 class Format:
-    """One way to store numbers.
-
-    Attributes:
-        name: in files and arguments; for floats also torch's. code: in stores and delegate blobs.
-        bits: per number, without scales. least, most: range of the integers of a format for quantising weights.
-        block, block_bytes: numbers per ggml block, and its bytes with all scales; 0 for other formats.
+    """One way to store numbers: its ``name`` in files and arguments (for floats also torch's), ``code`` in stores and
+    delegate blobs, and ``bits`` per number, without scales. ``least``, ``most``: range of the integers of a format for
+    quantising weights. ``block``, ``block_bytes``: numbers per ggml block, and its bytes with all scales; 0 for other
+    formats.
     """
 
     name: str

@@ -146,10 +146,9 @@ def not_written(path: Path, error: OSError) -> ArtifactError:
 
 @contextmanager
 def claimed(target: Path, *, patience_s: float = 0.0) -> Iterator[Path]:
-    """A free path beside ``target`` for new content, to be renamed at the end, for one process at a time.
-
-    If the block raises, the content is removed, so that a full disk is not kept full. Raises ArtifactError: another
-    process has been writing for longer than ``patience_s``. OSError: it cannot be written there.
+    """A free path beside ``target`` for new content, to be renamed at the end, for one process at a time; removed if
+    the block raises. Raises ArtifactError: another process writes for longer than ``patience_s``. OSError: it cannot be
+    written.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     partial, old = (target.with_name(f".{target.name}.{end}") for end in ("partial", "old"))

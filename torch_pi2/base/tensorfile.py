@@ -154,14 +154,13 @@ def packed(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> 
 
 
 class TensorWriter:
-    """Writes one safetensors file, used as a context manager.
+    """Writes one safetensors file, used as a context manager; ``path`` appears when the block ends without an
+    exception.
 
     Args:
-        path: appears when the block ends without an exception; until then the data is in a temporary file beside it.
-        specs: all tensors of the file. metadata: strings by name.
-        progress: a progress bar on standard error if it is a terminal and writing takes over two seconds.
-        order: names in file order (default: :func:`in_file_order`).
-        checked: tensors with a checksum (default: all).
+        specs: all tensors of the file. metadata: strings by name. order: names in file order (default:
+            :func:`in_file_order`). checked: tensors with a checksum (default: all).
+        progress: a bar on standard error if it is a terminal and writing takes over two seconds.
     """
 
     def __init__(
@@ -295,13 +294,12 @@ class TensorWriter:
 
 
 class TensorReader(OpenFile):
-    """A safetensors file: its checked header, and its tensors one at a time. Close it, or use it as a context manager.
-
-    Tensors with a checksum are compared with it when they are read, or first read in part.
+    """A safetensors file: its checked header, and its tensors one at a time, compared with their checksums when they
+    are read, or first read in part. Close it, or use it as a context manager.
 
     Attributes:
-        specs: shape and dtype of every tensor. metadata: strings by name, without checksums.
-        checks: checksums by tensor; empty: the file was written by another tool or an earlier version.
+        specs: shape and dtype of every tensor. metadata: strings by name, without checksums. checks: checksums by
+            tensor; empty: the file was written by another tool or an earlier version.
     """
 
     whole, fix = "a whole safetensors file", "Copy it again, or make it again."

@@ -152,10 +152,9 @@ def save_parts(parts: SparseState, pi2: Path) -> None:
 
 
 def current_state(model: nn.Module) -> SparseState:
-    """The state of ``model`` for its current weights, which may have been converted or replaced.
-
-    A plan without predictors or thresholds fits any weights: it gets the new hash and loses its statistics. Raises
-    StaleArtifactError if predictors or thresholds were fitted to other weights.
+    """The state of ``model`` for its current weights, which may have been converted or replaced: a plan without
+    predictors or thresholds gets the new hash and loses its statistics. Raises StaleArtifactError: others were fitted
+    to other weights.
     """
     parts = get_state(model)
     modules = dict(getattr(model, "_orig_mod", model).named_modules(remove_duplicate=False))
@@ -349,10 +348,8 @@ def checked_plan(own: Plan, other: Plan | str | Path | None, folder: Path) -> Pl
 @fresh_settings()
 @quiet_imports()
 def load_dense(folder: str | Path, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False) -> nn.Module:
-    """The dense equivalent of one of our folders: the ordinary model, in evaluation mode.
-
-    A quantised folder gives its dequantised weights (exact in float32, rounded in bfloat16), any other folder the model
-    that transformers loads.
+    """The ordinary model of one of our folders, in evaluation mode; of a quantised one with its dequantised weights
+    (exact in float32, rounded in bfloat16).
 
     Args:
         dtype: of all weights (default: as the configuration says).

@@ -142,16 +142,10 @@ def divide_budget(
     context: int,
     dtype: torch.dtype,
 ) -> Budget:
-    """Divide ``budget_bytes`` among the parts of a model over a store.
-
-    Args:
-        predictors: by the key of the site; each has ``tensors()``.
-        model_config: of the Hugging Face model, for the size of keys and values.
-        context: number of tokens whose keys and values the budget includes.
-        dtype: of keys, values and float weights.
-
-    Raises:
-        ConfigError: the budget is too small; the message has the smallest that is enough.
+    """Divide ``budget_bytes`` among the parts of a model over a store. ``predictors``: by the key of the site, with
+    ``tensors()``. ``model_config``: of Hugging Face. ``context``: tokens whose keys and values the budget includes.
+    ``dtype``: of keys, values and float weights. Raises ConfigError: too small; the message has the smallest that is
+    enough.
     """
     if context < 0:
         raise ConfigError("context", expected="0 or more tokens", found=str(context), fix="Correct it.")
@@ -266,11 +260,9 @@ def wanted_neurons(layer: LayerPlan) -> int:
 
 
 def activation_sizes(model_config: Any, dtype: torch.dtype) -> tuple[int, int]:
-    """Peak bytes of PyTorch's layers (without feed-forward layers): per token, and per pair of token and key.
-
-    Per token: three hidden states, and the largest of a norm in float32, attention's queries, keys, values and results,
-    and the experts' inputs and results in float32. Per pair: the mask, and with a soft cap, for which PyTorch has no
-    fused attention, the scores.
+    """Peak bytes of PyTorch's layers (without feed-forward layers). Per token: three hidden states, and the largest of
+    a norm in float32, attention's queries, keys, values and results, and the experts' inputs and results in float32.
+    Per pair of token and key: the mask, and with a soft cap, for which PyTorch has no fused attention, the scores.
     """
     if hasattr(model_config, "get_text_config"):
         model_config = model_config.get_text_config()
@@ -304,10 +296,8 @@ def scratch_bytes(entry: LayerEntry, tokens: int) -> int:
 
 @contextmanager
 def room_for_compiling(model: nn.Module) -> Iterator[None]:
-    """Shrink the neuron cache of a model over a store by the memory that compiling a step takes, while this is entered.
-
-    Logs a warning if that is not enough. Afterwards the cache has its old size and is filled as at loading. Does
-    nothing for a model in memory or without a budget.
+    """While this is entered, shrink the neuron cache of a model over a store by the memory that compiling a step takes,
+    and warn if that is not enough; then fill it again. Does nothing for a model in memory or without a budget.
     """
     in_use = store_of(model)
     if in_use is None or in_use.config.engine == "mmap" or not in_use.limited:

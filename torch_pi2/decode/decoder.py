@@ -324,13 +324,9 @@ class Decoder:
         Yields the number of tokens left after each chunk. Afterwards the sequence is the last row, ``batch`` - 1, with
         all tokens but the last, which the next step has to feed. The result does not depend on the other sequences,
         which continue if this fails or is closed. While there are others, chunks are short if that is lossless.
-
-        Args:
-            known: keys and values of the first tokens, from :meth:`copy_kv`, part by part. These tokens are not read
-                again, except up to 12 before the last if unknown ones follow (:meth:`prompt`).
-
-        Raises:
-            UnsupportedModelError: the model cannot have sequences of different lengths.
+        ``known``: keys and values of the first tokens, from :meth:`copy_kv`, part by part, which are not read again,
+        except up to 12 before the last if unknown ones follow (:meth:`prompt`). Raises UnsupportedModelError: the model
+        cannot have sequences of different lengths.
         """
         _check_ids(ids_1T, "add")
         check_vocabulary(self.model, ids_1T, "add")
@@ -595,12 +591,9 @@ class Decoder:
     @broadcast_call
     @torch.inference_mode()
     def retain(self, rows: Sequence[int]) -> list[int]:
-        """Continue only the sequences in ``rows``; the last of them move into the rows that become free.
-
-        Over a store, unused memory of keys and values goes back to the system.
-
-        Returns:
-            For each new row, the row in which its sequence was.
+        """Continue only the sequences in ``rows``; the last of them move into the rows that become free. Returns, for
+        each new row, the row in which its sequence was. Over a store, unused memory of keys and values goes back to the
+        system.
         """
         kept = sorted(set(rows))
         if not kept:

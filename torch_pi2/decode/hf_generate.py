@@ -43,13 +43,9 @@ _LEAST_TOKENS = 256
 
 
 class DecoderPool:
-    """Keeps at most one Decoder of a model in memory; thread-safe. Over a store, where memory has a budget, none.
-
-    The pool does not keep the model alive, nor, on the CPU, memory of keys and values. A copy of the model gets an
-    empty pool.
-
-    Args:
-        kind: the class of the model, whose ``generate`` uses our steps from then on (also where it is unpickled).
+    """Keeps at most one Decoder of a model in memory (over a store, where memory has a budget, none); thread-safe. It
+    keeps neither the model alive nor, on the CPU, memory of keys and values. A copy of the model gets an empty pool.
+    ``kind``: the model's class, whose ``generate`` uses our steps from then on (also where it is unpickled).
     """
 
     def __init__(self, kind: Any) -> None:

@@ -272,13 +272,9 @@ class KeyValues:
     over them.
 
     All caches are views of the same memory, which the first prompt allocates. Rows are copied but never reallocated:
-    compiled code holds their addresses. States are those after all tokens of a row: none can be taken back.
-
-    Args:
-        grows: caches show attention only what is written (:func:`torch_pi2.decode.chunked_prefill.attends_itself`).
-
-    Attributes:
-        lengths: int64 ``[rows]``, tokens of each sequence. states: memory of recurrent states, by layer that has some.
+    compiled code holds their addresses. States are those after all tokens of a row: none can be taken back. ``grows``:
+    caches show attention only what is written (:func:`torch_pi2.decode.chunked_prefill.attends_itself`). ``lengths``:
+    int64 ``[rows]``, tokens of each sequence. ``states``: memory of recurrent states, by layer that has some.
     """
 
     def __init__(self, model: nn.Module, max_tokens: int, rows: int, device: torch.device, grows: bool = False) -> None:

@@ -27,14 +27,12 @@ def lead(model: nn.Module) -> Coordinator | None:
 
     Every process calls this once. The first gets a :class:`~torch_pi2.distributed.coordinator.Coordinator` at once. In
     the others this function repeats the first's calls of :class:`Decoder`, :func:`torch_pi2.generate`,
-    ``model.generate`` and ``model(...)``, and returns None when the coordinator is closed.
-
-    ``model(...)`` takes numbers, text and tensors, but no KV cache. Calls from several threads run one after another.
-    Budgets (:func:`torch_pi2.set_budget`), plans (:func:`torch_pi2.follow`) and statistics are not shared.
+    ``model.generate`` and ``model(...)`` (of numbers, text and tensors), and returns None when the coordinator is
+    closed. Calls from several threads run one after another. Budgets, plans and statistics are not shared.
 
     Raises:
-        ConfigError: no other process has a shard of the model, or it already has a coordinator.
-        GroupError: another process has ended, hangs, or has failed.
+        ConfigError: no other process has a shard of the model, or it already has a coordinator. GroupError: another
+            process has ended, hangs, or has failed.
     """
     group = group_of(model)
     if group is None or group.coordinated:

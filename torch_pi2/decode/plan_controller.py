@@ -78,13 +78,9 @@ def controller_of(model: nn.Module) -> PlanController | None:
 
 
 class PlanController:
-    """Keeps a model to its plan; made by :func:`follow`. A copy of the model follows no plan.
-
-    Decoders (:class:`torch_pi2.Decoder`, :func:`torch_pi2.generate`, ``model.generate`` without beams) set the number
-    of sequences. Without one, call :meth:`batch`. Thread-safe.
-
-    Attributes:
-        plan: the plan. sequences: their number. bucket: the part of the plan in force.
+    """Keeps a model to its plan; made by :func:`follow`. A copy of the model follows no plan. Decoders (and so
+    ``generate`` without beams) set the number of sequences; without one, call :meth:`batch`. Thread-safe.
+    ``sequences``: their number. ``bucket``: the part of ``plan`` in force.
     """
 
     def __init__(self, store: Store | None, plan: HardwarePlan, layers: Sequence[SparseFFN]) -> None:

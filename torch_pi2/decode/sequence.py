@@ -109,15 +109,12 @@ def hidden_tokens(tokenizer: Any, ends: Collection[int] = ()) -> set[int]:
 
 
 class GeneratedSequence:
-    """A sequence that is being generated.
+    """A sequence that is being generated: its ``tokens`` so far, ``ended`` ("eos", "length", or None while it
+    continues).
 
     Args:
-        seed: ``seed + number`` seeds the sequence's generator ``random``.
-        limit: maximum number of tokens. ends: tokens that end it.
-        streamer: called with (number, token) for each token.
-
-    Attributes:
-        tokens: so far, including the end token. ended: "eos", "length", or None while it continues.
+        seed: ``seed + number`` seeds its generator ``random``. limit: maximum number of tokens. ends: tokens that end
+            it. streamer: called with (number, token) for each token.
     """
 
     def __init__(
@@ -201,15 +198,9 @@ class StopStrings:
 
 
 class TextStream:
-    """Decodes tokens as they come, up to the first stop string.
-
-    It holds back tokens that are part of a character, and text that may begin a stop string.
-
-    Args:
-        tokenizer: from Hugging Face.
-        stops: strings before which the text ends.
-        hidden: ids that are left out of the text, though stop strings see them; None: the tokenizer's special ones.
-        before: ids before the text, on which its first space or character may depend.
+    """Decodes tokens as they come, up to the first of ``stops``; holds back parts of a character, and text that may
+    begin a stop string. ``hidden``: ids that are left out of the text, though stop strings see them; None: the
+    tokenizer's special ones. ``before``: ids before the text, on which its first space or character may depend.
     """
 
     def __init__(

@@ -55,10 +55,9 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def captured(run: Forward, ids_BT: torch.Tensor) -> Forward:
-    """``run`` for ids of this shape as one CUDA graph; ``run`` itself if it cannot be captured or is not on a GPU.
-
-    It must have run before, so that its kernels are compiled and loaded, and must use the same memory each time except
-    for the ids. A capture computes nothing.
+    """``run`` for ids of this shape as one CUDA graph; ``run`` itself if it cannot be captured or is not on a GPU. It
+    must have run before (kernels are loaded), and use the same memory each time except for the ids. A capture computes
+    nothing.
     """
     if not on_gpu(ids_BT):
         return run

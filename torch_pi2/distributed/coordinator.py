@@ -49,13 +49,10 @@ _REFUSALS = (ConfigError, DeviceError, DtypeError, NonFiniteError, ShapeError, U
 
 @dataclass(frozen=True)
 class Call:
-    """A call that all processes make.
-
-    Attributes:
-        name: of the method. target: number of its object; None: the model.
-        args, kwargs: None, numbers, texts, tensors, and lists of these.
-        sparse: whether it is made within :func:`~torch_pi2.layers.prompt.sparse_only`.
-        gone: numbers of objects that are no longer used. raised: whether the previous call raised an error.
+    """A call that all processes make: the method ``name`` of object number ``target`` (None: the model) with None,
+    numbers, texts, tensors, and lists of these. ``sparse``: it is made within
+    :func:`~torch_pi2.layers.prompt.sparse_only`. ``gone``: numbers of objects that are no longer used. ``raised``: the
+    previous call raised an error.
     """
 
     name: str

@@ -76,17 +76,13 @@ def _as_message(error: Exception) -> tuple[type[Pi2Error], dict[str, str]]:
 
 
 class Group:
-    """The processes of the default group, on CPUs. All of them make one at the same time.
-
-    Args:
-        timeout_s: a process that does not answer for this long counts as lost.
+    """The processes of the default group, on CPUs. All of them make one at the same time. One that does not answer for
+    ``timeout_s`` counts as lost.
 
     Attributes:
-        rank: number of this process. size: number of processes. name: of the group in operators.
-        coordinated: whether the first process broadcasts its calls. coordinator: there, its
-            :class:`~torch_pi2.distributed.coordinator.Coordinator`.
-        divides_kv: whether each process has only the keys and values of its own layers.
-        logits_checked: whether a pipeline's logits were checked for NaN, which is done once.
+        rank: number of this process. size: of processes. name: of the group in operators. coordinated: whether the
+            first process broadcasts its calls, by ``coordinator``. divides_kv: each process has only the keys and
+            values of its own layers. logits_checked: a pipeline's logits were checked for NaN, which is done once.
     """
 
     coordinated = False

@@ -84,14 +84,8 @@ class Membership:
 
 def join(reader: StoreReader, plan: Plan, hf: Any, how: GroupConfig, settings: Mapping[str, Any]) -> Membership:
     """Join the group; all processes call this with a ``reader`` of their shard, and from then on draw the same random
-    numbers.
-
-    Args:
-        hf: transformers' configuration of the model. settings: further settings, by name, that must be equal in all
-            processes.
-
-    Raises:
-        ConfigError: in all processes: a setting differs, or the shards do not form one model. Pi2Error: one has ended.
+    numbers. ``hf``: transformers' configuration. ``settings``: further ones that must be equal in all processes. Raises
+    in all processes ConfigError: a setting differs, or the shards do not form one model; Pi2Error: one has ended.
     """
     shard = reader.shard
     assert shard is not None

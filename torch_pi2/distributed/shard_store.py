@@ -35,15 +35,9 @@ _BY_MODULE = {"linears", "formats", "sites"}
 
 
 def partition_neurons(plan: Plan, ranks: int, shares: Sequence[float] | None = None) -> list[Shard]:
-    """The shard of each of ``ranks`` machines: chunks of each layer in proportion to its share.
-
-    The chunks read most (the first ones, of the most frequent neurons) are spread evenly.
-
-    Args:
-        shares: relative share of neurons per machine (default: equal).
-
-    Raises:
-        ConfigError: not 2 to 64 machines, not one positive share for each, or more machines than a layer has chunks.
+    """The shard of each of ``ranks`` machines: chunks of each layer in proportion to ``shares`` (default: equal). The
+    chunks read most (the first ones, of the most frequent neurons) are spread evenly. Raises ConfigError: not 2 to 64
+    machines, not one positive share for each, or more machines than a layer has chunks.
     """
     weights = _normalised(ranks, shares)
     chunks = {layer.site.key: _chunks(layer, weights) for layer in plan.layers}

@@ -127,11 +127,9 @@ def weight_bytes(folder: Path) -> int:
 def text_or_random(
     model: Any, folder: Path, seed: int, trust_remote_code: bool
 ) -> tuple[str, Callable[[int], torch.Tensor]]:
-    """Input for timing a model, as greedy text repeats itself.
-
-    Returns:
-        A description of the input (held-out text if ``folder`` has a tokenizer for its vocabulary and weights are not
-        random, else random ids), and a function of T that draws the next int64 ``[1, T]``.
+    """Input for timing a model, as greedy text repeats itself: its description (held-out text if ``folder`` has a
+    tokenizer for its vocabulary and weights are not random, else random ids), and a function of T that draws the next
+    int64 ``[1, T]``.
     """
     vocabulary = model.get_input_embeddings().num_embeddings
     generator = torch.Generator().manual_seed(seed)

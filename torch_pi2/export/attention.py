@@ -139,12 +139,9 @@ def takes_attention(model: nn.Module) -> bool:
 def lane_layers(
     caches: Sequence[tuple[torch.Tensor, torch.Tensor]], rows_BT: torch.Tensor, lanes: int, select: Select, ours: bool
 ) -> list[Any]:
-    """Layers of transformers' ``Cache`` over the given keys and values, for new tokens at ``rows_BT``.
-
-    Args:
-        select: takes the sequences' rows of a cache.
-        ours: attention gets only the new tokens, which identify the layer in :func:`exportable_attention`, and sets
-            ``caller`` and ``window``; otherwise it gets the rows of ``select``.
+    """Layers of transformers' ``Cache`` over the given keys and values, for new tokens at ``rows_BT``. ``ours``:
+    attention gets only the new tokens, which identify the layer in :func:`exportable_attention`, and sets ``caller``
+    and ``window``; otherwise it gets the rows that ``select`` takes of a cache.
     """
     from transformers.cache_utils import CacheLayerMixin
 

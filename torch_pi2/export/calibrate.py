@@ -123,17 +123,9 @@ def loss_of(
     chunks: Mapping[str, Sequence[int]],
     batches: Sequence[Batch],
 ) -> dict[str, Any]:
-    """Nats per token of ``model`` on ``batches``, as it is and with hot parts of the NPU.
-
-    Measures the methods with the fewest and the most chunks, in three passes over ``batches``.
-
-    Args:
-        quantized: per layer, see :class:`~torch_pi2.export.qnn.lower.Lowered`. chunks: method -> chunks per layer on
-            the NPU.
-
-    Returns:
-        ``tokens`` scored, ``nats_per_token`` of ``model``, and ``npu``: method -> ``nats_per_token`` and its relative
-        ``change``.
+    """Nats per token of ``model`` on ``batches``, as it is and with hot parts of the NPU (``quantized``: per layer),
+    for the methods with the fewest and the most ``chunks``, in three passes. Returns ``tokens`` scored,
+    ``nats_per_token``, and ``npu``: method -> ``nats_per_token`` and its relative ``change``.
     """
     by_size = sorted(chunks, key=lambda name: sum(chunks[name]))
     float_nats, tokens = _nats(model, batches)

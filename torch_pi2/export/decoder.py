@@ -308,10 +308,9 @@ class _Traced:
 
 @torch.no_grad()
 def _difference(traced: _Traced, length: int) -> float:
-    """The largest relative difference of logits, keys and values in a sequence of ``length`` tokens.
-
-    The model reads the first and last tokens at once, at their positions, so that it sees the sequence's length; then
-    the last ones again after a filled cache.
+    """The largest relative difference of logits, keys and values in a sequence of ``length`` tokens: the model reads
+    the first and last ones at once, at their positions, so that it sees the length; then the last ones again after a
+    filled cache.
     """
     from transformers import DynamicCache
 

@@ -33,14 +33,9 @@ _library: ctypes.CDLL | None = None
 
 
 def load_library() -> ctypes.CDLL:
-    """Load our backend into ExecuTorch's Python runtime, once, so that it runs a ``.pte`` of torch_pi2.
-
-    Returns:
-        The library, with the functions of ``csrc/include/pi2/executorch.h``.
-
-    Raises:
-        LibraryMissingError: executorch is missing, or the library was not built for it.
-        VersionError: executorch has another version.
+    """Load our backend (``csrc/include/pi2/executorch.h``) into ExecuTorch's Python runtime, once, so that it runs a
+    ``.pte`` of torch_pi2. Raises LibraryMissingError: no executorch, or no library built for it. VersionError: another
+    version.
     """
     global _library
     with _lock:

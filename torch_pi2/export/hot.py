@@ -26,16 +26,12 @@ CHUNK = 512
 
 
 class HotChunks(nn.Module):
-    """The first neurons of a layer in plan order, dense: ``[..., H] -> [..., H]`` float32.
+    """The first neurons of a layer in plan order, dense: ``[..., H] -> [..., H]`` float32, in linear layers per chunk
+    (``widths``: neurons of each).
 
     Args:
-        site: the layer. rows: gate (gated layers), up and down of each neuron, ``[N, H]`` float32 each.
-        bias_gate, bias_up: ``[N]`` or None. The cold part adds down's bias.
-        chunk: neurons per chunk; the last one may be smaller.
-
-    Attributes:
-        gate, up, down: linear layers per chunk; ``gate`` is empty in plain layers. hidden: H. widths: neurons per
-            chunk.
+        rows: gate (gated layers), up and down of each neuron, ``[N, H]`` float32 each. bias_gate, bias_up: ``[N]`` or
+            None. The cold part adds down's bias. chunk: neurons per chunk; the last one may be smaller.
     """
 
     def __init__(

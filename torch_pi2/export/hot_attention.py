@@ -351,14 +351,10 @@ def place_attention(
     report: dict[str, Any],
     ffn_bytes: int,
 ) -> PlacedAttention:
-    """Decide whether prompts have attention on the accelerator, and compile its parts.
-
-    Args:
-        source: the model that ``lanes`` copied. methods: those with hot parts. calibration: empty: no quantisation.
-            report: gets ``attention``, and ``parts`` that were compiled. ffn_bytes: of FFN weights on the NPU.
-
-    Raises:
-        ConfigError, UnsupportedModelError: ``settings.hot_attention`` is not possible.
+    """Decide whether prompts have attention on the accelerator, and compile its parts. ``source``: the model that
+    ``lanes`` copied. ``methods``: those with hot parts. ``calibration``: empty: no quantisation. ``report``: gets
+    ``attention`` and ``parts``. ``ffn_bytes``: of FFN weights on the NPU. Raises ConfigError, UnsupportedModelError:
+    what was asked for is not possible.
     """
     asked, soc = settings.hot_attention, settings.soc
     prompts = [name for name in methods if name.startswith("prefill_")]

@@ -78,12 +78,10 @@ class MethodEntry:
 
 @dataclass(frozen=True)
 class Model:
-    """The exported model.
-
-    Attributes:
-        class_name: ``class`` in the file. model_type: Hugging Face's, or None. model_hash: of the FFN weights, as in
-            plan.json. weights: format in the store, or ``none``. linears: format of other linear layers. layers: number
-            of FFNs in the store; 0: there is no store. hidden: input size. vocab: size of the logits, or None.
+    """The exported model. ``class_name``: ``class`` in the file. ``model_type``: Hugging Face's, or None.
+    ``model_hash``: of the FFN weights, as in plan.json. ``weights``: format in the store, or ``none``. ``linears``: of
+    other linear layers. ``layers``: FFNs in the store; 0: there is none. ``hidden``: input size. ``vocab``: size of the
+    logits, or None.
     """
 
     class_name: str
@@ -197,18 +195,10 @@ class Manifest:
         progress: bool = False,
         store: Path | None = None,
     ) -> int:
-        """Compare the names and sizes of a bundle's files with the manifest. Names that start with a dot are ignored.
-
-        Args:
-            what: "loaded": also CRC32C of all files but model.pi2, whose parts have checksums that reads verify. "all":
-                also CRC32C and SHA-256 of every file.
-            progress: show a bar while files are read. store: path of model.pi2 if not in ``folder``.
-
-        Returns:
-            Bytes that were read.
-
-        Raises:
-            ArtifactError: a file is missing, changed, or not in the manifest; the message names it.
+        """Compare the names and sizes of a bundle's files with the manifest, without names that start with a dot;
+        returns bytes read. ``what``: "loaded": also CRC32C of all files but model.pi2, whose parts have checksums that
+        reads verify; "all": also CRC32C and SHA-256 of every file. ``store``: path of model.pi2 if not in ``folder``.
+        Raises ArtifactError: a file, which the message names, is missing, changed, or not in the manifest.
         """
         folder = Path(folder)
         paths = {name: folder / name for name in self.files}

@@ -256,14 +256,9 @@ def lower(
     blob: Callable[[int, int, int, int], bytes] | None = None,
     constant_methods: Mapping[str, Any] | None = None,
 ) -> Program:
-    """The ``.pte`` of ``programs``.
-
-    Args:
-        blob: (layer, role, first neuron, queue) of a delegate operator -> its blob.
-        constant_methods: methods that return a number, a bool or a list of these.
-
-    Raises:
-        UnsupportedModelError: ExecuTorch cannot lower it, or missed a delegate operator.
+    """The ``.pte`` of ``programs``. ``blob``: (layer, role, first neuron, queue) of a delegate operator -> its blob.
+    ``constant_methods``: methods that return a number, a bool or a list of these. Raises UnsupportedModelError:
+    ExecuTorch cannot lower it, or missed a delegate operator.
     """
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import ExecutorchBackendConfig

@@ -30,11 +30,8 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer.
-
-    Attributes:
-        ids: its tokens, including eos. text: decoded; empty without a tokenizer.
-        ended: "eos", "stop" (a stop string), "length" (``max_new_tokens``) or "room" (the bundle's ``max_tokens``).
+    """One answer: its ``ids`` with eos, its ``text`` (empty without a tokenizer), and how it ``ended``: "eos", "stop"
+    (a stop string), "length" (``max_new_tokens``) or "room" (the bundle's ``max_tokens``).
     """
 
     ids: list[int]
@@ -152,10 +149,8 @@ class Bundle:
                 raise
 
     def close(self) -> None:
-        """Release the program, and the store if no other bundle uses it.
-
-        Raises:
-            ConfigError: the trace cannot be written, or another call is running.
+        """Release the program, and the store if no other bundle uses it. Raises ConfigError: a trace not written,
+        another call.
         """
         if self._program is not None:
             with self._alone("close", None) as program:
@@ -176,9 +171,7 @@ class Bundle:
 
     def __call__(self, *args: torch.Tensor | float) -> Any:
         """Run a bundle of kind "module"; returns one tensor or a tuple. Numbers have to equal those of the example.
-
-        Raises:
-            ConfigError: the bundle is a decoder. ShapeError, DtypeError: the inputs differ from the exported ones.
+        Raises ConfigError: a decoder. ShapeError, DtypeError: the inputs differ from the exported ones.
         """
         with self._alone("bundle(...)", "module") as program:
             outputs = program.call("forward", *args)
@@ -256,12 +249,9 @@ class Bundle:
 
     @torch.no_grad()
     def logits(self, ids: Sequence[int] | torch.Tensor, prompt: int = 1) -> torch.Tensor:
-        """Logits from position ``prompt - 1`` on, float32 ``[len(ids) - prompt + 1, V]``.
-
-        The first ``prompt`` tokens are read at once, the others one by one.
-
-        Raises:
-            ConfigError: the bundle is no decoder, or another call is running. ShapeError: too many tokens, or none.
+        """Logits from position ``prompt - 1`` on, float32 ``[len(ids) - prompt + 1, V]``. The first ``prompt`` tokens
+        are read at once, the others one by one. Raises ConfigError: no decoder, or another call. ShapeError: too many
+        tokens, or none.
         """
         with self._alone("logits", "decoder") as program:
             tokens, _ = self._encode(ids, 0)

@@ -220,14 +220,9 @@ def fit_layers(
     work: Path | None = None,
     progress: bool = True,
 ) -> FittedPredictors:
-    """Fit a predictor for each site, one by one, to the given recall.
-
-    Args:
-        data: calibration batches. settings: its method is one of :data:`LAYER_FITS`. stats, work: as for :func:`fit`.
-        cold: site key -> neurons to predict; sites without any get no predictor.
-
-    Raises:
-        StaleArtifactError: ``stats`` belong to other weights. CalibrationError: fewer than two tokens.
+    """Fit a predictor for each site, one by one, to the given recall, by a method of :data:`LAYER_FITS`. ``cold``: site
+    key -> neurons to predict; sites without any get no predictor. ``stats``, ``work``: as for :func:`fit`. Raises
+    StaleArtifactError: ``stats`` belong to other weights. CalibrationError: fewer than two tokens.
     """
     model_hash = _check_profiled(model, sites, stats)
     result = FittedPredictors()

@@ -73,15 +73,12 @@ class Layer:
 
 
 class Search:
-    """The search over ``layers``, which hold its state.
+    """The search over ``layers``, which hold its state. ``rounds``: evaluations of the whole model; ``loss_change``:
+    with the current predictors.
 
     Args:
         change: predictors -> relative increase of the model's loss (0.01: 1 %), and skipped share of cold (token,
-            neuron) pairs.
-        advance: called after each step, for a progress bar.
-
-    Attributes:
-        rounds: evaluations of the whole model. loss_change: with the current predictors.
+            neuron) pairs. advance: called after each step.
     """
 
     def __init__(

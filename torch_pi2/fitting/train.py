@@ -105,13 +105,9 @@ def calibrate(
     neurons: torch.Tensor | None = None,
     weights: FFNWeights | None = None,
 ) -> P:
-    """A copy of ``predictor`` with the highest threshold that reaches ``target_recall`` on ``held_back``, and its card.
-
-    Args:
-        neurons: the predicted (cold) ones; None: all. weights: with them the card has ``mass_recall``.
-
-    Raises:
-        ConfigError: target_recall outside (0, 1]. CalibrationError: no held-back tokens.
+    """A copy of ``predictor`` with the highest threshold that reaches ``target_recall`` on ``held_back``, and its card;
+    ``neurons``: the predicted (cold) ones, or None; with ``weights`` the card has ``mass_recall``. Raises ConfigError:
+    target_recall outside (0, 1]. CalibrationError: no held-back tokens.
     """
     if not 0 < target_recall <= 1:
         fix = "0.95 is a good start."

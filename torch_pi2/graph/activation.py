@@ -38,14 +38,9 @@ _AROUND = (-2.0, -1.001, -1.0, -0.999, -0.5, 0.5, 0.999, 1.0, 1.0005, 1.001, 2.0
 
 
 def identify(region: Region, shapes: Sequence[tuple[int, ...]], intermediate: int) -> Formula | str:
-    """The formula of ``region``; ``"linear"`` without any nonlinearity (LoRA and the like are no FFNs); or
-    ``"unknown"``.
-
-    Args:
-        region: the function to recognise; may modify its arguments in place.
-        shapes: shape of each source projection; one of ``[..., I]`` (plain), one of ``[..., 2I]`` (fused gate and up)
-            or two of ``[..., I]``.
-        intermediate: I.
+    """The formula of ``region`` (which may modify its arguments in place); ``"linear"`` without any nonlinearity (LoRA
+    and the like are no FFNs); or ``"unknown"``. ``shapes``: of each source projection; one of ``[..., I]`` (plain), one
+    of ``[..., 2I]`` (fused gate and up) or two of ``[..., I]``; ``intermediate``: I.
     """
     found = _try(region, shapes, intermediate)
     if found is None:

@@ -47,14 +47,8 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class Matmul:
-    """One intercepted ``x @ W[start:stop].T (+ bias)``.
-
-    Attributes:
-        x: the operand, ``[..., in]``.
-        weight: name of the parameter.
-        start, stop: its rows used.
-        bias: the bias added by the same operation, or None.
-        members: sites that own these rows, in row order; all lie within ``[start, stop)``.
+    """One intercepted ``x @ W[start:stop].T (+ bias)`` of the parameter ``weight``, ``x [..., in]``. ``bias``: added by
+    the same operation, or None. ``members``: sites that own these rows, in row order; all lie within ``[start, stop)``.
     """
 
     x: torch.Tensor

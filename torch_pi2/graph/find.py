@@ -35,12 +35,9 @@ Names = Mapping[int, Sequence[str]]
 
 @dataclass(frozen=True)
 class Found:
-    """The FFNs of a model, and those ``left`` dense: name -> reason.
-
-    Attributes:
-        example: args and kwargs of a forward; None if the model is on ``meta``.
-        refused: the error of :func:`search` if no layer (with ``strict``: not every layer) can be made sparse; else
-            None.
+    """The FFNs of a model, and those ``left`` dense: name -> reason. ``example``: args and kwargs of a forward; None if
+    the model is on ``meta``. ``refused``: the error of :func:`search` if no layer (with ``strict``: not every layer)
+    can be made sparse; else None.
     """
 
     sites: list[FFNSite]

@@ -130,12 +130,8 @@ _TOKENS, _LEAST_FOUND = 64, 0.9
 
 @dataclass(frozen=True)
 class LinearRouter:
-    """Top-``chosen`` routing by linear scores.
-
-    Attributes:
-        weight: ``[E, H]``. bias: ``[E]``, or None. Scores are ``weight x + bias``.
-        correction: ``[E]``, or None. If given, scores are their sigmoid plus ``correction``.
-        chosen: K, experts per token.
+    """Top-``chosen`` routing by scores ``weight x + bias``: ``weight [E, H]``, ``bias [E]`` or None. ``correction
+    [E]``, or None: if given, scores are their sigmoid plus ``correction``.
     """
 
     weight: torch.Tensor

@@ -295,16 +295,10 @@ class SparseExperts(nn.Module):
 
 
 class OffloadedExperts(InStore, SparseExperts):
-    """Experts whose neurons are in a :class:`~torch_pi2.layers.offloaded.Store`, with the same results bit for bit.
-
-    ``neuron_rows`` is on ``meta``, and whatever needs all numbers raises ConfigError, as in
-    :class:`~torch_pi2.layers.offloaded.OffloadedFFN`.
-
-    Args:
-        store: its layers from ``first_layer`` on are the experts.
-
-    Raises:
-        ArtifactError: those layers have other sizes.
+    """Experts whose neurons are in a :class:`~torch_pi2.layers.offloaded.Store` (its layers from ``first_layer`` on),
+    with the same results bit for bit. ``neuron_rows`` is on ``meta``, and whatever needs all numbers raises
+    ConfigError, as in :class:`~torch_pi2.layers.offloaded.OffloadedFFN`. Raises ArtifactError: those layers have other
+    sizes.
     """
 
     in_memory = False

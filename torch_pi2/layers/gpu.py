@@ -159,16 +159,13 @@ class TransferBuffer:
 
 
 class HybridFFN:
-    """A layer with its first ``n_gpu`` neurons on a GPU; the CPU keeps the whole layer.
+    """A layer with its first ``n_gpu`` neurons on a GPU (``hot``, or None); the CPU keeps the whole layer, and computes
+    the others (``cold``, sharing its tensors, or None).
 
     Args:
-        layer: a :class:`~torch_pi2.layers.ffn.SparseFFN` that is not split.
-        n_gpu: 0 to I. Over a store it must be a multiple of ``CHUNK``, or I; results then have the same bits for any
-            value.
-        link: to the GPU. neuron_rows: the first neurons, of a layer over a store.
-
-    Attributes:
-        hot: the part on the GPU, a SparseFFN or None. cold: the part on the CPU, sharing the layer's tensors, or None.
+        layer: a :class:`~torch_pi2.layers.ffn.SparseFFN` that is not split. n_gpu: 0 to I. Over a store it must be a
+            multiple of ``CHUNK``, or I; results then have the same bits for any value. link: to the GPU. neuron_rows:
+            the first neurons, of a layer over a store.
     """
 
     #: Granularity of ``n_gpu`` over a store.
@@ -212,16 +209,12 @@ class HybridFFN:
 
 
 class HybridExperts:
-    """A mixture of experts with some of its experts on a GPU; the CPU keeps all of them.
-
-    Experts on the GPU run their predictors there, with the same decisions.
+    """A mixture of experts with the experts ``there`` and their predictors on a GPU (``hot``, or None); the CPU keeps
+    all.
 
     Args:
-        layer: a :class:`~torch_pi2.layers.experts.SparseExperts` that is not split. there: experts on the GPU.
-        link: to the GPU. neuron_rows: of those experts, ``[experts there, ...]``, over a store.
-
-    Attributes:
-        there: as given. hot: a SparseExperts of them, or None.
+        layer: a :class:`~torch_pi2.layers.experts.SparseExperts` that is not split. link: to the GPU. neuron_rows: of
+            those experts, ``[experts there, ...]``, over a store.
     """
 
     def __init__(

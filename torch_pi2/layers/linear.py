@@ -106,13 +106,9 @@ class QuantLinear(_OverRows):
         name: str = "the linear layer",
         rows: torch.Tensor | None = None,
     ) -> QuantLinear:
-        """Quantise ``linear``, which stays unchanged, a few rows at a time.
-
-        Args:
-            importance: ``[K]``, weight of a column's squared error (None: equal).
-            name: for messages. rows: quantised rows to use as they are.
-
-        Raises: as :func:`torch_pi2.ops.quantized.quantize`.
+        """Quantise ``linear``, which stays unchanged, a few rows at a time. ``importance [K]``: weight of a column's
+        squared error (None: equal). ``name``: for messages. ``rows``: quantised rows to use as they are. Raises as
+        :func:`torch_pi2.ops.quantized.quantize`.
         """
         w_NK = linear.weight.detach()
         check_on_cpu(f"device of {name}", w_NK.device)
@@ -219,12 +215,8 @@ def can_stand_for(module: nn.Module) -> bool:
 
 class QuantEmbedding(_OverRows):
     """Tokens ``[...]`` -> ``[..., K]`` in the dtype of the float embedding; only the rows looked up are dequantised.
-
-    Attributes:
-        num_embeddings, embedding_dim: number of rows and K. weights: the format. padding_idx: as in ``nn.Embedding``.
-        dtype: of the float embedding. embed_scale: factor of the result, or None.
-
-    Buffers (not in ``state_dict`` as such): ``rows`` uint8 ``[num_embeddings, row_bytes(K)]``.
+    ``weights``: the format. ``embed_scale``: factor of the result, or None. Buffer (not in ``state_dict`` as such):
+    ``rows`` uint8 ``[num_embeddings, row_bytes(K)]``.
     """
 
     embed_scale: torch.Tensor | None

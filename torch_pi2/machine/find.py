@@ -46,10 +46,8 @@ def cached_path() -> Path:
 
 @checked
 def find_hardware(name: str | Path) -> Hardware:
-    """``measured`` (this machine's, cached), a preset by name, or a file.
-
-    Raises:
-        ConfigError: this machine was not measured yet, or the name is unknown. ArtifactError: the file is damaged.
+    """``measured`` (this machine's, cached), a preset by name, or a file. Raises ConfigError: this machine was not
+    measured yet, or the name is unknown. ArtifactError: the file is damaged.
     """
     text = str(name)
     if text == "measured":

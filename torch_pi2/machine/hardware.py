@@ -142,14 +142,9 @@ class Hardware:
     _memo: dict[Any, Line] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def line(self, part: str, name: str, tokens: float) -> Line:
-        """Cost of calls with ``tokens`` tokens.
-
-        Args:
-            part: ``sparse`` (decoding steps of an FFN), ``dense`` (FFN calls with all neurons) or ``linear``.
-            name: the kernel, such as ``int4/int8``; other formats are mapped by :func:`timed_as`.
-
-        Raises:
-            ConfigError: the profile has no such kernel, or ``tokens`` is not above 0.
+        """Cost of calls with ``tokens`` tokens. ``part``: ``sparse`` (decoding steps of an FFN), ``dense`` (FFN calls
+        with all neurons) or ``linear``. ``name``: the kernel, such as ``int4/int8``; others are mapped by
+        :func:`timed_as`. Raises ConfigError: the profile has no such kernel, or ``tokens`` is not above 0.
         """
         key = (part, name, tokens)
         if key not in self._memo:

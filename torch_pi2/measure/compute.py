@@ -43,13 +43,9 @@ _MANY, _MANY_MACS = 9, 3e9
 
 @dataclass(frozen=True)
 class Grid:
-    """The sizes to measure.
-
-    Attributes:
-        layers: (H, I) for quantised formats; float_layers: for the others.
-        batches: tokens of a decoding step. tokens: of a call of dense layers.
-        store: (H, I) of a model over a store.
-        file_bytes: of the test file. weights_bytes: of the weight buffer, far larger than caches.
+    """The sizes to measure. ``layers``: (H, I) for quantised formats; ``float_layers``: for others; ``store``: of a
+    model over a store. ``batches``: tokens of a decoding step; ``tokens``: of a call of dense layers. ``file_bytes``:
+    of the test file; ``weights_bytes``: of the weight buffer, far larger than caches.
     """
 
     layers: tuple[tuple[int, int], ...] = ((2048, 8192), (4096, 14336))

@@ -69,10 +69,8 @@ def gpu_here() -> Gpu | None:
 
 @torch.inference_mode()
 def accelerator(gpu: Gpu, cpu_gb_per_s: float) -> Accelerator:
-    """Median rates of ``gpu``: reading bfloat16 weights from memory for one token, matrix products, the launches of a
-    layer, and the round trip of a layer's input to the CPU.
-
-    cpu_gb_per_s: the CPU's own memory bandwidth.
+    """Median rates of ``gpu``: reading bfloat16 weights for one token, matrix products, the launches of a layer, and
+    the round trip of a layer's input to the CPU, whose own memory bandwidth is ``cpu_gb_per_s``.
     """
     nbytes, (least, most) = 2 * _ROWS * _HIDDEN, _PARTS
     wanted = min(most, max(least, -(-_TIMES * gpu.cache_bytes // nbytes)))

@@ -102,10 +102,8 @@ class Accesses:
 
     @classmethod
     def load(cls, path: str | Path) -> Accesses:
-        """Read what :meth:`save` wrote.
-
-        Raises:
-            ArtifactError: missing, damaged, of another format or version, or calls that its layers cannot have.
+        """Read what :meth:`save` wrote. Raises ArtifactError: missing, damaged, another version, or calls that its
+        layers cannot have.
         """
         load()
         tensors, metadata = read_tensors(path)

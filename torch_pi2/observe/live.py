@@ -61,11 +61,9 @@ class Firing:
             self._watch.stop()
 
     def read(self, sequences: int) -> list[dict[str, float]]:
-        """Figures of each layer since the last call, from any thread. ``sequences``: decoded together.
-
-        Returns:
-            ``tokens`` (a token that is routed to two experts counts twice), and mean shares of all neurons of the
-            layer: ``hot`` (always computed), ``fired_hot`` and ``fired_cold``.
+        """Figures of each layer since the last call, from any thread: ``tokens`` (routed to two experts: twice), and
+        mean shares of the layer's neurons: ``hot`` (always computed), ``fired_hot`` and ``fired_cold``. ``sequences``:
+        decoded together.
         """
         sums = {layer["key"]: torch.zeros(4, dtype=torch.float64) for layer in self.layers}
         for layer, counts in [] if self._watch is None else self._watch.counts(reset=True):
@@ -99,14 +97,9 @@ class Spent:
 
 
 class Meter:
-    """Adds up the time that a thread spends on each kind of work.
-
-    The core's clocks are read when the kind changes, and at least every ``every_s`` seconds. They are process-wide, so
-    parts include the time of other models.
-
-    Args:
-        vocabulary: rows of the head, which distinguish it from other linear layers.
-        store: of the model; None: it is in memory.
+    """Adds up the time that a thread spends on each kind of work. The core's clocks are read when the kind changes, and
+    at least every ``every_s`` seconds; they are process-wide, so parts include the time of other models.
+    ``vocabulary``: rows of the head, which distinguish it from other linear layers. ``store``: of the model, or None.
     """
 
     def __init__(self, vocabulary: int, store: Store | None, every_s: float = 0.2) -> None:

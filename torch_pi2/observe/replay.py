@@ -24,12 +24,8 @@ OPTIMAL = "optimal"
 
 @dataclass(frozen=True)
 class Replayed:
-    """One cache on recorded accesses.
-
-    Attributes:
-        policy: one of the core's, or ``optimal``. slots: of the cache. share: slots / slots of the store.
-        hits, wanted: neurons. hit_rate: hits / wanted.
-        reads_per_pass, read_bytes_per_pass: missing slots, and their bytes, per decoding step or prompt.
+    """One cache on recorded accesses: its ``policy`` and ``slots``, also as ``share`` of the store's; neurons
+    ``wanted`` and ``hits``, also as ``hit_rate``; missing slots and their bytes per decoding step or prompt.
     """
 
     policy: str

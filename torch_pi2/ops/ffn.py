@@ -220,12 +220,9 @@ def stored_ffn(
 
 @operator(lambda call: call.like.new_empty(call.like.shape))
 def add_parts(parts: torch.Tensor, order: list[int], bias: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """The sum of ``parts[i]`` for i in ``order``, one by one from zero, and of ``bias``: the bits are those of a layer
-    that sums its own chunks.
-
-    Args:
-        parts: float32 ``[P, T, H]``. order: indices into the first dimension, of any length.
-        bias: ``[H]`` float32, bfloat16 or float16, or None. like: ``[..., H]`` of T tokens: gives shape and dtype.
+    """The sum of ``parts[i]``, float32 ``[P, T, H]``, for i in ``order``, one by one from zero, and of ``bias``
+    (``[H]`` or None): the bits are those of a layer that sums its own chunks. ``like``: ``[..., H]`` of T tokens: gives
+    shape and dtype.
     """
     y = torch.zeros_like(parts[0])
     for part in order:

@@ -50,13 +50,9 @@ def hot_cut(site: FFNSite, stats: LayerStats, config: Config) -> float:
 def plan_layer(
     site: FFNSite, all_stats: ActivationStats, predictor: AnyPredictor | None, config: Config, weight_bytes: int
 ) -> LayerPlan:
-    """Plan one FFN, or expert, from its statistics.
-
-    Args:
-        weight_bytes: of one FFN weight, to compare the bytes a predictor reads with those it saves.
-
-    Raises:
-        ConfigError: the method needs a predictor and there is none, or the statistics have another ``sparsity``.
+    """Plan one FFN, or expert, from its statistics. ``weight_bytes``: of one FFN weight, to compare the bytes a
+    predictor reads with those it saves. Raises ConfigError: no predictor for a method that needs one, or statistics of
+    another ``sparsity``.
     """
     stats = all_stats[site.key]
     frequency_I = stats.frequency()

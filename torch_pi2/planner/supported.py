@@ -31,14 +31,9 @@ _OURS = "its weights are in torch_pi2's own form, which runs as it is; those of 
 
 @dataclass(frozen=True)
 class SupportedLayer:
-    """One feed-forward layer or expert that can be made sparse.
-
-    Attributes:
-        key: of its site. form: its formula, such as ``silu(gate)*up``. hidden, neurons: H and I.
-        method: used by :func:`torch_pi2.optimize` without predictors: ``exact``, or ``threshold``, which needs
-            calibration data.
-        lossless: whether the method skips only zeros.
-        parameters: number of weights.
+    """One feed-forward layer or expert that can be made sparse: the ``key`` of its site, its formula (``form``, such as
+    ``silu(gate)*up``), H, I and number of weights. ``method``: used by :func:`torch_pi2.optimize` without predictors:
+    ``exact``, or ``threshold``, which needs calibration data. ``lossless``: the method skips only zeros.
     """
 
     key: str
@@ -52,13 +47,9 @@ class SupportedLayer:
 
 @dataclass(frozen=True)
 class Supported:
-    """The result of :func:`supported`.
-
-    Attributes:
-        model: its class. parameters: their number; tied ones count once.
-        layers: in order of execution.
-        left: name -> reason of layers that look feed-forward and stay dense.
-        refused: why no layer can be made sparse, such as an unknown quantisation format; empty if some can.
+    """The result of :func:`supported`: the class of the ``model``, its number of ``parameters`` (tied ones count once),
+    and ``layers`` in order of execution. ``left``: name -> reason of layers that look feed-forward and stay dense.
+    ``refused``: why no layer can be made sparse, such as an unknown quantisation format, or empty.
     """
 
     model: str

@@ -66,14 +66,9 @@ class FittedPredictors(dict[str, AnyPredictor]):
 
 
 def save_predictors(folder: str | Path, predictors: Mapping[str, AnyPredictor], model_hash: str) -> Path:
-    """Write ``predictors.safetensors`` into ``folder`` by atomic rename.
-
-    Args:
-        predictors: site key -> calibrated predictor. model_hash: ``weights_hash`` of the model they were fitted to.
-
-    Raises:
-        ArtifactError: the folder cannot be written. ConfigError: a predictor has no card (not calibrated), or
-            is of another kind.
+    """Write ``predictors.safetensors`` into ``folder`` by atomic rename; ``predictors``: site key -> calibrated
+    predictor; ``model_hash``: ``weights_hash`` of the model they were fitted to. Raises ArtifactError: the folder
+    cannot be written. ConfigError: a predictor has no card (not calibrated), or is of another kind.
     """
     tensors: dict[str, torch.Tensor] = {}
     entries: dict[str, Any] = {}

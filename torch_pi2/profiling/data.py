@@ -37,12 +37,8 @@ _FORMS = "a str, a list of str, integer ids [N, T], or an iterable of id tensors
 
 @dataclass
 class Batch:
-    """One call of the model.
-
-    Attributes:
-        input_ids: ``[B, T]`` int64, or None if ``args``/``kwargs`` hold something else.
-        mask_BT: ``[B, T]`` bool, True for real tokens; None if the token grid is unknown.
-        args, kwargs: arguments of the model if ``input_ids`` is None; ``kwargs`` are always passed.
+    """One call of the model: ``input_ids [B, T]`` int64, or None and ``args``; ``kwargs`` are always passed.
+    ``mask_BT``: bool, True for real tokens; None if the token grid is unknown.
     """
 
     input_ids: torch.Tensor | None

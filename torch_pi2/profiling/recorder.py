@@ -32,14 +32,9 @@ from torch_pi2.types.stats import Reservoir
 
 @dataclass
 class Firing:
-    """One call of the FFN ``site``.
-
-    Attributes:
-        x_TH: its input, model dtype.
-        score_TI: float32, ``|act(gate)|`` if only the gate is activated, else ``|h|``.
-        real_T: bool, False for padding.
-        grid: ``(B, T)`` of the rows, row-major; None if unknown, as for experts.
-        borrowed: the router gave the rows to other experts of the block.
+    """One call of the FFN ``site``: its input ``x_TH`` in the model's dtype; ``score_TI`` float32, ``|act(gate)|`` if
+    only the gate is activated, else ``|h|``; ``real_T`` bool, False for padding. ``grid``: ``(B, T)`` of the rows,
+    row-major; None if unknown, as for experts. ``borrowed``: the router gave the rows to other experts of the block.
     """
 
     site: FFNSite
@@ -237,16 +232,10 @@ def record(
     label: str = "profile",
     logits: bool = False,
 ) -> dict[str, int]:
-    """Run ``model`` over ``data`` and call ``sink`` with every FFN call of ``sites`` (:class:`RoutedRecorder`).
-
-    ``logits``: also compute those of all tokens, which take more memory than a small model if its vocabulary is large.
-
-    Returns:
-        Counts ``{"tokens", "sequences", "batches"}``.
-
-    Raises:
-        UnsupportedModelError: a site's matmuls never ran with its own weights.
-        CalibrationError: see :func:`torch_pi2.profiling.data.check_ids`.
+    """Run ``model`` over ``data`` and call ``sink`` with every FFN call of ``sites`` (:class:`RoutedRecorder`); returns
+    counts ``{"tokens", "sequences", "batches"}``. ``logits``: also compute those of all tokens, which take more memory
+    than a small model if its vocabulary is large. Raises UnsupportedModelError: a site's matmuls never ran with its own
+    weights. CalibrationError: see :func:`torch_pi2.profiling.data.check_ids`.
     """
     check_sites(model, sites)
     counts = {"tokens": 0, "sequences": 0, "batches": 0}

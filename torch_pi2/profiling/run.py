@@ -152,10 +152,8 @@ def gather_inputs(
     *,
     progress: bool = False,
 ) -> dict[str, InputStats]:
-    """Run the dense ``model`` over ``data``; returns site keys and names of linear layers -> their inputs.
-
-    Padding is left out. A linear layer that does not run has no entry. Raises CalibrationError, UnsupportedModelError,
-    NonFiniteError: see :func:`torch_pi2.profiling.recorder.record`.
+    """Run the dense ``model`` over ``data``; returns site keys and names of linear layers that run -> their inputs,
+    without padding. Raises as :func:`torch_pi2.profiling.recorder.record`.
     """
     found: dict[str, InputStats] = {}
     current: list[Batch] = []

@@ -120,10 +120,8 @@ def abandon(model: nn.Module, error: BaseException) -> None:
 
 @fresh_settings()
 def restore(model: nn.Module) -> nn.Module:
-    """Restore the original modules and parameters, the same objects, bit for bit. Returns ``model``.
-
-    Raises:
-        ConfigError: something is quantised, or neurons are on a GPU; nothing is changed then.
+    """Restore the original modules and parameters, the same objects, bit for bit. Returns ``model``. Raises
+    ConfigError: something is quantised, or neurons are on a GPU; nothing is changed then.
     """
     refuse_split(model, "restoring")
     for name, module in model.named_modules():

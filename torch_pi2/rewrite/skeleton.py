@@ -85,14 +85,9 @@ def skeleton(
     trust_remote_code: bool = False,
     config: Any = None,
 ) -> nn.Module:
-    """The model of the configuration in ``folder`` (:func:`named_class`), in evaluation mode.
-
-    Args:
-        config: used instead of the folder's.
-        dtype: of the parameters; None: the configuration's, else ``stored`` (as in transformers), else float32.
-
-    Raises:
-        ArtifactError: no configuration, or transformers cannot build it. LibraryMissingError: no transformers.
+    """The model of the configuration in ``folder``, or of ``config`` (:func:`named_class`), in evaluation mode.
+    ``dtype``: of the parameters; None: the configuration's, else ``stored`` (as in transformers), else float32. Raises
+    ArtifactError: no configuration, or transformers cannot build it. LibraryMissingError: no transformers.
     """
     config = config or model_config(folder, trust_remote_code=trust_remote_code)
     trust = trusted(folder, trust_remote_code)

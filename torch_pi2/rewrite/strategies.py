@@ -58,15 +58,10 @@ def find_strategy(
     *,
     tried: int | None = None,
 ) -> tuple[str, list[Override]]:
-    """The first of ``strategies`` that computes the same as a layer, or all experts of one module; and its overrides.
-
-    Args:
-        group: the plan of the layer, or those of all experts.
-        sparse: the layer, possibly empty; or None, which the lazy strategy does not accept.
-        tried: 0: the strategy is known and not tried. Number of experts to try (None: all), which need their weights.
-
-    Raises:
-        UnsupportedModelError: no strategy works. StaleArtifactError: the module has another number of experts.
+    """The first of ``strategies`` that computes the same as a layer, or all experts of one module (``group``: their
+    plans); and its overrides. ``sparse``: the layer, possibly empty; or None, which the lazy strategy does not accept.
+    ``tried``: 0: the strategy is known and not tried; else the number of experts to try (None: all), which need their
+    weights. Raises UnsupportedModelError: none works. StaleArtifactError: the module has another number of experts.
     """
     site = group[0].site
     if site.experts is not None:

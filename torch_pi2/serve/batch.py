@@ -51,14 +51,13 @@ class EndEvent:
 
 @dataclass(eq=False)
 class Sequence:
-    """A prompt and how to continue it.
+    """A prompt (one token id or more) and how to continue it.
 
     Attributes:
-        prompt: token ids, one or more. limit: maximum new tokens. ends: ids that end the sequence.
-        tell: called in the decoding thread with each :class:`TokenEvent` and one :class:`EndEvent`; must not block.
-        sampling: None: greedy. seed: of this sequence's generator. bias: id -> addition to its logit.
-        top: number of most likely tokens to report with each token; None: no log probabilities at all.
-        constraint: on the tokens; None: any may come.
+        limit: maximum new tokens. ends: ids that end the sequence. tell: called in the decoding thread with each
+            :class:`TokenEvent` and one :class:`EndEvent`; must not block. sampling: None: greedy. seed: of this
+            sequence's generator. bias: id -> addition to its logit. top: number of most likely tokens to report with
+            each token; None: no log probabilities at all. constraint: on the tokens; None: any may come.
     """
 
     prompt: list[int]

@@ -44,12 +44,9 @@ def chat_ids(
 
 @dataclass
 class ReplyStats:
-    """Statistics of one answer.
-
-    Attributes:
-        prompt_tokens: of the conversation with the question; known: those already in the KV cache.
-        tokens: of the answer. prompt_seconds: prefill. seconds: decoding.
-        ended: ``eos``, ``length`` or ``interrupted``.
+    """Statistics of one answer. ``prompt_tokens``: of the conversation with the question, of which ``known`` were in
+    the KV cache. ``tokens``: of the answer. ``prompt_seconds``: prefill; ``seconds``: decoding. ``ended``: ``eos``,
+    ``length`` or ``interrupted``.
     """
 
     prompt_tokens: int
@@ -61,14 +58,12 @@ class ReplyStats:
 
 
 class ChatSession:
-    """A conversation with ``model``; without a chat template, the model continues the messages, each on its own line.
+    """A conversation with ``model`` (its ``messages`` so far, and statistics of the ``last`` answer); without a chat
+    ``template``, the model continues the messages, each on its own line.
 
     Args:
         max_tokens: of the whole conversation. limit: of an answer. sampling: None: greedy. system: the system message.
-        compiled: see :class:`~torch_pi2.decode.decoder.Decoder`.
-
-    Attributes:
-        messages: the conversation. last: statistics of the last answer. template: whether there is a chat template.
+            compiled: see :class:`~torch_pi2.decode.decoder.Decoder`.
     """
 
     def __init__(

@@ -18,18 +18,16 @@ Block = list[torch.Tensor]
 
 
 class PrefixCache:
-    """Blocks of ``block_tokens`` tokens, named by a hash of their tokens and all tokens before them.
+    """Blocks of ``block_tokens`` tokens, named by a hash of their tokens and all tokens before them. ``tokens_found``,
+    ``hits``: cached tokens and blocks found so far; ``bytes``: current size.
 
     An incomplete last block is kept too, for the same prompt sent again. The least recently used blocks are dropped
     first; within a prompt, the last ones, since a block is useless without those before it.
 
     Args:
-        budget_bytes: maximum size of keys and values; 0: no cache.
-        ways: prompt lengths from which on layers take another path (see
-            :func:`~torch_pi2.decode.chunked_prefill.prompt_path_lengths`); blocks are only reused on the same path.
-
-    Attributes:
-        tokens_found: cached tokens found since the start. hits: their blocks. bytes: current size of the cache.
+        budget_bytes: maximum size of keys and values; 0: no cache. ways: prompt lengths from which on layers take
+            another path (:func:`~torch_pi2.decode.chunked_prefill.prompt_path_lengths`); blocks are only reused on the
+            same path.
     """
 
     def __init__(self, budget_bytes: int, block_tokens: int = BLOCK_TOKENS, *, ways: Sequence[int] = ()) -> None:

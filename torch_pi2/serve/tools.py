@@ -17,14 +17,11 @@ from torch_pi2.serve.requests import ToolFunction
 
 @dataclass(frozen=True)
 class ToolCallFormat:
-    """Syntax of calls: ``begin``, one or more objects ``{"name": ..., arguments: {...}}``, then ``end``.
-
-    Attributes:
-        opens, closes: text between ``begin`` and the first object, and between the last object and ``end``.
-        between: separates objects after one ``begin``; None: each has its own ``begin``.
-        bare: an answer that starts with an object is a call without ``begin``.
-        several: whether models were trained to make more than one call in an answer.
-        id_letters: length of a call's id if the template requires it, else 0.
+    """Syntax of calls: ``begin``, one or more objects ``{"name": ..., arguments: {...}}``, then ``end``. ``opens``,
+    ``closes``: text between these and the objects. ``between``: separates objects after one ``begin``; None: each has
+    its own ``begin``. ``bare``: an answer that starts with an object is a call without ``begin``. ``several``: models
+    were trained to make more than one call in an answer. ``id_letters``: length of a call's id if the template requires
+    it, else 0.
     """
 
     begin: str

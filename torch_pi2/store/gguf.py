@@ -134,12 +134,9 @@ class GgufTensor:
 
 
 class GgufFile(OpenFile):
-    """An open GGUF file with its checked header. Close it, or use it as a context manager.
-
-    Attributes:
-        path: of the file. magic: its first bytes. version: 2 or 3. size: bytes of the file.
-        metadata: name -> number, bool, text, or a list of these; texts in lists are bytes, as tokens need not be UTF-8.
-        tensors: name -> :class:`GgufTensor`.
+    """An open GGUF file with its checked header. Close it, or use it as a context manager. ``magic``: its first bytes.
+    ``version``: 2 or 3. ``metadata``: name -> number, bool, text, or a list of these; texts in lists are bytes, as
+    tokens need not be UTF-8. ``tensors``: name -> :class:`GgufTensor`.
     """
 
     whole, fix = "a whole GGUF file", "Get it again from where it comes from."
@@ -346,15 +343,9 @@ def gguf_in(path: str | Path) -> Path | None:
 
 
 class GgufModel(GgufFile):
-    """The model of a GGUF file, including all parts if it is split.
-
-    Attributes:
-        path, version, size: of the first part, whose ``metadata`` counts. tensors: of all parts, by name. paths: of the
-            parts, in order.
-
-    Raises:
-        ArtifactError: as :class:`GgufFile`; or a part is missing, misnamed, or of another model (its metadata differ,
-            or it lacks the missing tensors).
+    """The model of a GGUF file, including all parts if it is split (``paths``, in order): the first part's ``path``,
+    ``version``, ``size`` and ``metadata``, and the ``tensors`` of all. Raises ArtifactError: as :class:`GgufFile`; or a
+    part is missing, misnamed, or of another model (its metadata differ, or it lacks the missing tensors).
     """
 
     def __init__(self, path: str | Path) -> None:

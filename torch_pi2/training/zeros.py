@@ -99,13 +99,9 @@ def measure(
     part: tuple[int, int] = (0, 1),
     reduce: Reduce = lambda sums: sums,
 ) -> Measured:
-    """Loss and zeros of ``model``, which has the hooks of ``zeros``, on ``windows_NT``.
-
-    Args:
-        part: rank and number of the processes that share the windows. reduce: sums over them.
-
-    Raises:
-        NonFiniteError: the loss is NaN or infinite. UnsupportedModelError: as :meth:`Zeros.take`.
+    """Loss and zeros of ``model``, which has the hooks of ``zeros``, on ``windows_NT``. ``part``: rank and number of
+    the processes that share the windows; ``reduce``: sums over them. Raises NonFiniteError: the loss is NaN or
+    infinite. UnsupportedModelError: as :meth:`Zeros.take`.
     """
     device = next(model.parameters()).device
     sums = torch.zeros(3 + len(zeros.sites), dtype=torch.float64, device=device)

@@ -274,11 +274,8 @@ class ActivationStats:
 
     @staticmethod
     def load(path: str | Path, *, model_hash: str | None = None) -> ActivationStats:
-        """Read what :meth:`save` wrote.
-
-        Raises:
-            ArtifactError: missing, damaged, of another version. StaleArtifactError: made from other weights than
-                ``model_hash`` (from :func:`torch_pi2.types.plan.weights_hash`).
+        """Read what :meth:`save` wrote. Raises ArtifactError: missing, damaged, of another version. StaleArtifactError:
+        made from other weights than ``model_hash`` (from :func:`torch_pi2.types.plan.weights_hash`).
         """
         path = _file(path)
         tensors, meta = read_tensors(path)
@@ -346,12 +343,9 @@ class LossPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class LossCurve:
-    """Fields of ``made_by`` in statistics, measured on calibration sequences not used for thresholds.
-
-    Attributes:
-        score: the score that thresholds apply to. max_loss: the budget. loss_change: relative increase of the loss with
-            the chosen thresholds.
-        loss_curve: ascending by the share of skipped neurons.
+    """Fields of ``made_by`` in statistics, measured on calibration sequences not used for thresholds: the ``score``
+    that these apply to, the budget ``max_loss``, the relative increase of the loss with them, and ``loss_curve``,
+    ascending by the share of skipped neurons.
     """
 
     score: str

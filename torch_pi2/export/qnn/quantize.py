@@ -74,16 +74,10 @@ class _Sums(nn.Module):
 def hot_part(
     hot: HotChunks, samples: torch.Tensor | None, settings: Settings, graphs: Mapping[str, tuple[int, int]]
 ) -> tuple[torch.export.ExportedProgram, PartInputs]:
-    """A layer's hot neurons, float32, as a part: x ``[T, H]`` -> the sums of the first 1, 2, ... chunks.
-
-    x has two dimensions: with 4-bit weights the HTP (Qualcomm's emulator, QNN 2.49) is wrong for ``[2, 1, H]``.
-
-    Args:
-        samples: calibration inputs of the layer ``[..., H]`` float32; None with fp16. graphs: name -> tokens and
-            chunks.
-
-    Raises:
-        ConfigError: groups of weights do not divide the layer. NonFiniteError: NaN or infinity in samples or weights.
+    """A layer's hot neurons, float32, as a part: x ``[T, H]`` -> the sums of the first 1, 2, ... chunks. x has two
+    dimensions: with 4-bit weights the HTP (Qualcomm's emulator, QNN 2.49) is wrong for ``[2, 1, H]``. ``samples``:
+    calibration inputs ``[..., H]`` float32; None with fp16. ``graphs``: name -> tokens and chunks. Raises ConfigError:
+    groups of weights do not divide the layer. NonFiniteError: NaN or infinity in samples or weights.
     """
     block = block_of(hot, settings)
     for what, tensors in (("inputs", [] if samples is None else [samples]), ("weights", hot.parameters())):

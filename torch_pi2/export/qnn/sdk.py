@@ -94,12 +94,8 @@ def environment(libraries: Libraries, root: Path) -> dict[str, str]:
 
 
 def load(libraries: Libraries) -> None:
-    """Load the libraries after torch and ExecuTorch (before them they crash), which then find them by name.
-
-    For compiling, and for Qualcomm's emulator on x86-64. Sets ``QNN_SDK_ROOT`` to "" if it is unset.
-
-    Raises:
-        LibraryMissingError: they cannot be loaded.
+    """Load the libraries after torch and ExecuTorch (before them they crash), for compiling, and for Qualcomm's
+    emulator on x86-64. Sets ``QNN_SDK_ROOT`` to "" if it is unset. Raises LibraryMissingError: they cannot be loaded.
     """
     import executorch.exir  # noqa: F401
     import torch  # noqa: F401

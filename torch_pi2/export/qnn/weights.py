@@ -93,13 +93,9 @@ Scales = dict[str, torch.Tensor]
 def calibrate(
     module: torch.fx.GraphModule, inputs: Sequence[tuple[torch.Tensor, ...]], block: int
 ) -> tuple[torch.fx.GraphModule, Scales]:
-    """``module`` with 4-bit weights of linear layers, chosen by GPTQ, and their scales.
-
-    Layers are solved in order, on the outputs of solved layers. Memory: a copy of the module, and
-    :class:`~torch_pi2.fitting.gptq.Solver` for one layer at a time.
-
-    Args:
-        inputs: of ``module``. block: weights per scale in a row; 0: all.
+    """``module`` with 4-bit weights of linear layers, chosen by GPTQ on ``inputs``, and their scales; ``block``:
+    weights per scale in a row; 0: all. Layers are solved in order, on the outputs of solved layers. Memory: a copy of
+    the module, and :class:`~torch_pi2.fitting.gptq.Solver` for one layer at a time.
     """
     made, scales = copy.deepcopy(module), Scales()
     grid = NpuGrid(block)
