@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from torch_pi2.observe.watch import watch as watch
     from torch_pi2.planner.for_machine import plan_for as plan_for
     from torch_pi2.planner.supported import supported as supported
+    from torch_pi2.planner.zeros import zeros as zeros
     from torch_pi2.training.sparsify import sparsify as sparsify
     from torch_pi2.types.config import Config as Config
     from torch_pi2.types.offload import OffloadConfig as OffloadConfig
@@ -79,6 +80,7 @@ _FROM = {
     "observe.watch": ("watch",),
     "planner.for_machine": ("plan_for",),
     "planner.supported": ("supported",),
+    "planner.zeros": ("zeros",),
     "types.config": ("Config",),
     "types.offload": ("OffloadConfig",),
     "types.shard": ("GroupConfig",),

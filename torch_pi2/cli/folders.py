@@ -27,7 +27,7 @@ _KINDS = {
     "plan": ("a plan", "torch-pi2 inspect {folder}"),
 }
 #: Verbs that also take a GGUF file.
-_TAKE_GGUF = ("generate", "chat", "serve", "eval")
+_TAKE_GGUF = ("generate", "chat", "serve", "eval", "zeros")
 _FLOAT = ("checkpoint", "optimised")
 _OPTIMISED = ("optimised", "quantised", "store")
 _MADE_OF = "Name the float checkpoint that it was made of; in Python, torch_pi2.load_dense(folder) has its numbers."
@@ -36,7 +36,7 @@ _TALKING = ("checkpoint", *_OPTIMISED, "shards")
 _TAKES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("sparsify", "profile", "fit", "optimize", "quantize"), _FLOAT),
     **dict.fromkeys(("generate", "chat", "serve", "eval"), _TALKING),
-    **dict.fromkeys(("plan", "export", "pack"), ("checkpoint", *_OPTIMISED)),
+    **dict.fromkeys(("plan", "export", "pack", "zeros"), ("checkpoint", *_OPTIMISED)),
     "run": ("bundle",),
     "inspect": tuple(_KINDS),
 }

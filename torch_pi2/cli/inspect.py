@@ -216,7 +216,12 @@ def _render_folder(result: dict[str, Any]) -> str:
         rows.append(row)
     layers = common.records(rows, _COLUMNS) if rows else none
     lines = [f"{', '.join(result['contains'])}: {files}", layers]
-    lines += _stays_dense(result["left"])
+    lines += stays_dense(result["left"])
+    if zeros := [layer["sparsity"] for layer in result["layers"] if layer.get("tokens")]:
+        ends = " to ".join(common.percent(end) for end in (min(zeros), max(zeros)))
+        lines.append(
+            f"zeros: {common.percent(sum(zeros) / len(zeros))} of neurons, by layer {ends}; see torch-pi2 zeros"
+        )
     if result["matrices"]:
         kinds = ", ".join(f"{count} {kind}" for kind, count in result["matrices"].items())
         lines.append(f"linear layers and embeddings: {kinds}")
@@ -341,12 +346,14 @@ def render_checkpoint(result: dict[str, Any]) -> str:
     if rows:
         share = common.percent(result["share"])
         lines += [common.table(header, rows), f"{share} of {result['parameters']:,} parameters are in these layers"]
+    if rows and not result["refused"]:
+        lines.append(f"zeros: torch-pi2 zeros {result.get('folder', 'DIR')} --text FILE measures how many there are")
     if result["refused"]:
         lines.append(f"nothing can be made sparse: {result['refused']}")
-    return "\n".join(lines + _stays_dense(result["left"]))
+    return "\n".join(lines + stays_dense(result["left"]))
 
 
-def _stays_dense(left: dict[str, str]) -> list[str]:
+def stays_dense(left: dict[str, str]) -> list[str]:
     by_reason: dict[str, list[str]] = defaultdict(list)
     for name, reason in left.items():
         by_reason[reason].append(name)

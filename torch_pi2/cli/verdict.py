@@ -41,7 +41,7 @@ def _name_of(source: str | Path) -> str:
 
 def dense_of(args: argparse.Namespace, needed: int) -> tuple[nn.Module | None, dict[str, str]]:
     """The dense model ``args.model``, if ``needed`` bytes are free for it and it loads; else None and the reason."""
-    if why := _no_memory(needed):
+    if why := no_memory(needed):
         return None, {"dense": why}
     try:
         return models.load_dense(args), {}
@@ -49,7 +49,7 @@ def dense_of(args: argparse.Namespace, needed: int) -> tuple[nn.Module | None, d
         return None, {"dense": f"it does not load: {error.found}"}
 
 
-def _no_memory(needed: int) -> str:
+def no_memory(needed: int) -> str:
     """Why ``needed`` bytes do not fit into free memory; empty if they do."""
     from torch_pi2.machine.process import free_bytes
 
@@ -84,7 +84,7 @@ def _of_folder(args: argparse.Namespace, made: Sequence[str], lossy: Sequence[st
     from torch_pi2.store.storefile import open_weights, weights_path
 
     about: dict[str, Any] = {"made": made, "lossy": lossy}
-    why = _no_memory(weight_bytes(args.out))
+    why = no_memory(weight_bytes(args.out))
     try:
         sparse = None if why else torch_pi2.load(args.out, trust_remote_code=args.trust_remote_code)
     except Pi2Error as error:  # the folder is good all the same: such a model needs its own code

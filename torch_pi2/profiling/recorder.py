@@ -23,7 +23,7 @@ from torch_pi2.base.modules import evaluating
 from torch_pi2.base.progress import bar
 from torch_pi2.errors import CalibrationError, ConfigError, NonFiniteError, UnsupportedModelError
 from torch_pi2.graph.dispatch import MatmulIndex
-from torch_pi2.graph.routed import Routed, fired_scores, modules_of
+from torch_pi2.graph.routed import Routed, fired_scores, intermediate, modules_of
 from torch_pi2.ops.activations import ACTIVATIONS
 from torch_pi2.profiling.data import MIN_TOKENS, Batch, check_ids
 from torch_pi2.types.site import FFNSite, check_weights
@@ -33,13 +33,15 @@ from torch_pi2.types.stats import Reservoir
 @dataclass
 class Firing:
     """One call of the FFN ``site``: its input ``x_TH`` in the model's dtype; ``score_TI`` float32, ``|act(gate)|`` if
-    only the gate is activated, else ``|h|``; ``real_T`` bool, False for padding. ``grid``: ``(B, T)`` of the rows,
-    row-major; None if unknown, as for experts. ``borrowed``: the router gave the rows to other experts of the block.
+    only the gate is activated, else ``|h|``; ``h`` gives the input ``[T, I]`` of down; ``real_T`` bool, False for
+    padding. ``grid``: ``(B, T)`` of the rows, row-major; None if unknown, as for experts. ``borrowed``: the router gave
+    the rows to other experts of the block.
     """
 
     site: FFNSite
     x_TH: torch.Tensor
     score_TI: torch.Tensor
+    h: Callable[[], torch.Tensor]
     real_T: torch.Tensor
     grid: tuple[int, int] | None
     borrowed: bool = False
@@ -148,8 +150,9 @@ class RoutedRecorder:
         return hook
 
     def _show(self, site: FFNSite, x_NH: torch.Tensor, *, borrowed: bool = False) -> None:
-        score_NI = fired_scores(site, site.weights(self._model), x_NH)
-        self._sink(Firing(site, x_NH, score_NI, torch.ones(len(x_NH), dtype=torch.bool), None, borrowed))
+        weights, real_N = site.weights(self._model), torch.ones(len(x_NH), dtype=torch.bool)
+        score_NI, h = fired_scores(site, weights, x_NH), lambda: intermediate(site, weights, x_NH)[1]
+        self._sink(Firing(site, x_NH, score_NI, h, real_N, None, borrowed))
 
     def finish(self) -> None:
         """After the last batch: pass more tokens of experts with few to the sink."""
@@ -209,7 +212,7 @@ class ActivationRecorder(TorchDispatchMode):
         else:
             score_TI = h_TI.float().abs()
         self.calls[site.key] += 1
-        self._sink(Firing(site, x.detach().reshape(-1, x.shape[-1]), score_TI, real_T, grid))
+        self._sink(Firing(site, x.detach().reshape(-1, x.shape[-1]), score_TI, lambda: h_TI, real_T, grid))
 
 
 def check_sites(model: nn.Module, sites: Sequence[FFNSite]) -> None:
