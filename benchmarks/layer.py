@@ -23,7 +23,7 @@ from torch_pi2.base.dtypes import DTYPES
 from torch_pi2.cli import common
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import QUANTIZED, row_bytes
-from torch_pi2.measure.weights import Weights
+from torch_pi2.measure.compute import Weights
 from torch_pi2.ops import load
 from torch_pi2.ops.constants import wants_blocks
 from torch_pi2.ops.linear import ROWS as BLOCK_ROWS

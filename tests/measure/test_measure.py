@@ -21,12 +21,10 @@ from torch_pi2.cli.doctor import describe_hardware as describe
 from torch_pi2.errors import ArtifactError, LibraryMissingError
 from torch_pi2.machine.find import cached_path, find_hardware
 from torch_pi2.machine.hardware import Hardware
-from torch_pi2.measure.compute import Grid, KernelCases
-from torch_pi2.measure.fit import Case, Samples, Size, fit
+from torch_pi2.measure.compute import Case, Grid, KernelCases, Samples, Size, Weights, fit
 from torch_pi2.measure.gpu import accelerator
 from torch_pi2.measure.measure import measure
 from torch_pi2.measure.reads import drive
-from torch_pi2.measure.weights import Weights
 from torch_pi2.ops import load
 
 MIB = 1 << 20

@@ -15,8 +15,7 @@ from plan_fakes import GPU, NPU, fake_hardware, fake_shape
 
 from torch_pi2.errors import ConfigError
 from torch_pi2.planner.cost import FFN_PARTS, ffn_ms
-from torch_pi2.planner.for_machine import HOT_SHARES, hot_count, solve
-from torch_pi2.planner.integer_program import choose
+from torch_pi2.planner.for_machine import HOT_SHARES, choose, hot_count, solve
 from torch_pi2.planner.model_shape import ModelShape
 from torch_pi2.planner.request import Request
 from torch_pi2.types.plan import HardwarePlan

@@ -4,8 +4,11 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +17,164 @@ import torch
 import torch.nn.functional as F
 
 from torch_pi2.base.dtypes import DTYPES
-from torch_pi2.formats import FLOATS, FORMATS
+from torch_pi2.base.memory import new_tensor
+from torch_pi2.formats import FLOATS, FORMATS, GROUP, row_bytes
 from torch_pi2.layers.prompt import PROMPT_TOKENS, has_tiles, prompt_ffn
-from torch_pi2.machine.hardware import KERNELS, Kernel
-from torch_pi2.measure.fit import Case, Ready, Samples, Size, time_into
-from torch_pi2.measure.weights import Weights
+from torch_pi2.machine.hardware import KERNELS, Kernel, Line
+from torch_pi2.machine.reads import six_digits
 from torch_pi2.observe import counters
+from torch_pi2.ops import load
 from torch_pi2.ops.constants import constants, wants_blocks
+
+#: Bytes of distinct random rows, which the buffer repeats.
+_BLOCK_BYTES = 4 << 20
+#: Standard deviations of uniform 4-bit and 8-bit integers.
+_DEVIATION = {"int4": 4.6, "int8": 74.0}
+
+
+class Weights:
+    """A buffer of ``nbytes`` bytes. Parts start at random rows, so that caches rarely hold them."""
+
+    def __init__(self, nbytes: int) -> None:
+        load()
+        self.raw = new_tensor([nbytes], torch.uint8)
+        self.raw.fill_(1)  # untouched pages map to one cached page of zeros
+        self._generator = torch.Generator().manual_seed(0)
+        self._rows = self.raw.view(1, -1)
+
+    def fill(self, kind: str, columns: int) -> Weights:
+        """Fill with random rows of ``columns`` numbers in format ``kind``; products keep unit variance."""
+        rows = self._some(kind, columns)
+        whole, width = self.raw.view(rows.dtype), rows.shape[1]
+        self._rows = whole[: whole.numel() // width * width].view(-1, width)
+        for part in self._rows.split(len(rows)):
+            part.copy_(rows[: len(part)])
+        return self
+
+    def _some(self, kind: str, columns: int) -> torch.Tensor:
+        if kind in FLOATS:
+            count = max(1, _BLOCK_BYTES // (4 * columns))
+            numbers = torch.randn((count, columns), generator=self._generator).mul_(columns**-0.5)
+            return numbers.to(DTYPES[kind])
+        size = row_bytes(kind, columns)
+        count, groups = max(1, _BLOCK_BYTES // size), -(-columns // GROUP)
+        rows = torch.randint(256, (count, size), generator=self._generator, dtype=torch.uint8)
+        scale = torch.tensor(columns**-0.5 / _DEVIATION[kind], dtype=torch.float16)
+        rows[:, groups * FORMATS[kind].group_bytes :] = scale.repeat(groups).view(torch.uint8)
+        return rows
+
+    @property
+    def count(self) -> int:
+        return len(self._rows)
+
+    @property
+    def row_bytes(self) -> int:
+        return self._rows[:1].nbytes
+
+    def rows(self, count: int) -> torch.Tensor:
+        """``count`` adjacent rows from a random start."""
+        start = int(torch.randint(self.count - count + 1, (), generator=self._generator))
+        return self._rows[start : start + count]
+
+    def neuron_rows(self, neurons: int) -> torch.Tensor:
+        """``neurons`` adjacent neurons of three rows from a random start."""
+        return self.rows(3 * neurons).unflatten(0, (-1, 3))
+
+
+#: Least passes over all cases; the median of three excludes the first, which warms up.
+_LEAST_PASSES = 3
+
+#: Prepares a call on new data.
+Ready = Callable[[], Callable[[], object]]
+
+
+@dataclass(frozen=True)
+class Size:
+    """Work of one call: bytes and multiply-adds, as in :class:`~torch_pi2.machine.hardware.Line`."""
+
+    hot: float = 0.0
+    cold: float = 0.0
+    gate: float = 0.0
+    macs: float = 0.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call to time for the line ``key`` at ``tokens`` tokens; ``ready`` prepares it, untimed."""
+
+    key: str
+    tokens: int
+    size: Size
+    ready: Ready
+
+
+class Samples:
+    """Sizes and microseconds by line and tokens."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, int], list[tuple[Size, float]]] = defaultdict(list)
+
+    def add(self, case: Case, us: float) -> None:
+        self._found[case.key, case.tokens].append((case.size, us))
+
+    def lines(self, key: str) -> tuple[Line, ...]:
+        """Lines of ``key``, ascending by tokens."""
+        found = sorted(tokens for name, tokens in self._found if name == key)
+        lines = [fit(tokens, self._found[key, tokens]) for tokens in found]
+        for i, tokens in enumerate(found[1:], 1):  # no exact gate in large batches
+            if not any(size.gate for size, _ in self._found[key, tokens]):
+                lines[i] = replace(lines[i], us_per_gate_mb=lines[i - 1].us_per_gate_mb)
+        return tuple(lines)
+
+
+def fit(tokens: int, samples: Sequence[tuple[Size, float]]) -> Line:
+    """Non-negative least squares of the relative errors, so that small calls count like large ones."""
+    import numpy as np
+    from scipy.optimize import nnls
+
+    sizes = [(1.0, s.hot * 1e-6, s.cold * 1e-6, s.gate * 1e-6, s.macs * 1e-6) for s, _ in samples]
+    relative = np.array(sizes) / np.array([us for _, us in samples])[:, None]
+    # normalised columns: the active set does not depend on units
+    scale = np.maximum(np.linalg.norm(relative, axis=0), 1e-300)
+    found, _ = nnls(relative / scale, np.ones(len(samples)))
+    error = float(np.abs(relative @ (found / scale) - 1).mean())
+    call, hot, cold, gate, macs = (six_digits(float(c)) for c in found / scale)
+    return Line(tokens, call, hot, cold, gate, macs, six_digits(error))
+
+
+@torch.inference_mode()
+def time_into(samples: Samples, cases: Iterable[Case], seconds: float) -> None:
+    """Time all cases in turn for ``seconds``, at least three times; add medians to ``samples``."""
+    cases = list(cases)
+    times: list[list[float]] = [[] for _ in cases]
+    end = time.perf_counter() + seconds
+    while not times or len(times[-1]) < _LEAST_PASSES or time.perf_counter() < end:
+        for case, found in zip(cases, times, strict=True):
+            found.append(_us(case.ready()))
+    for case, found in zip(cases, times, strict=True):
+        samples.add(case, statistics.median(found))
+
+
+@torch.inference_mode()
+def median_us(ready: Ready, *, least: int = 3, seconds: float = 0.0) -> float:
+    """Median microseconds of at least ``least`` calls over ``seconds``, after one to warm up."""
+    ready()()
+    found: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(found) < least or time.perf_counter() < end:
+        found.append(_us(ready()))
+    return statistics.median(found)
+
+
+def _us(call: Callable[[], object]) -> float:
+    """By the operators' own clock, without call overhead; else by the wall clock."""
+    torch.ops.pi2.timings(True)
+    started = time.perf_counter()
+    call()
+    wall = (time.perf_counter() - started) * 1e6
+    inside = float(torch.ops.pi2.timings(True)[:, 4].sum()) / 1e3
+    return inside or wall
+
 
 #: A token's share of the cold neurons (None: exact gate), the share of hot ones, the activation, and the gate's bias in
 #: negative standard deviations. Of the selected neurons silu computes all, relu a half, or with 1.28 a tenth.

@@ -5,8 +5,8 @@ one with the fastest predicted step (:mod:`torch_pi2.planner.cost`) wins. In mem
 Over a store it finds the one case with a measured gain (docs/RESULTS.md): a layer is read whole where the union of a
 batch's active neurons is expected to be large.
 
-An accelerator's memory, shared by all batch sizes, is divided among layers by an integer program over the same times
-(:mod:`torch_pi2.planner.integer_program`).
+An accelerator's memory, shared by all batch sizes, is divided among layers by PowerInfer's integer program (arXiv
+2312.12456, section 6.3; :func:`choose`), which here minimises predicted time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.machine.find import find_hardware
 from torch_pi2.machine.hardware import Hardware
 from torch_pi2.planner.cost import ffn_ms, switch_point, without_gpu
-from torch_pi2.planner.integer_program import choose
 from torch_pi2.planner.model_shape import LayerShape, ModelShape
 from torch_pi2.planner.request import BATCHES, Counts, Request, check
 from torch_pi2.rewrite.gpu import neuron_bytes
@@ -36,6 +35,45 @@ from torch_pi2.rewrite.state import get_state, stored_stats
 from torch_pi2.types.method import Method
 from torch_pi2.types.plan import ACCELERATOR_CHUNK, OFFLOAD_SETTINGS, Bucket, HardwarePlan, Plan, PromptPlan
 from torch_pi2.types.stats import ActivationStats
+
+#: Relative gap at which the search stops, and its time limit in seconds.
+GAP, SECONDS = 1e-4, 20.0
+
+
+def choose(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], capacity: int) -> list[int]:
+    """Choose one option per layer with the least total cost whose sizes fit into ``capacity`` together.
+
+    A multiple-choice knapsack, solved by HiGHS (``scipy.optimize.milp``); deterministic unless the time limit is hit.
+    ``costs``, ``sizes``: of the options of each layer; sizes ascend from 0.
+    """
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import csr_array
+
+    if all(len(line) == 1 for line in costs):
+        return [0] * len(costs)
+    cost = np.concatenate([np.asarray(line, dtype=np.float64) for line in costs])
+    nbytes = np.concatenate([np.asarray(line, dtype=np.float64) for line in sizes])
+    ends = np.cumsum([len(line) for line in costs])
+    layer = np.repeat(np.arange(len(costs)), [len(line) for line in costs])
+    one_each = csr_array((np.ones(len(cost)), (layer, np.arange(len(cost)))))
+    scale = max(1.0, float(capacity))
+    fits = LinearConstraint(nbytes[None] / scale, -np.inf, capacity / scale)
+    solution = milp(
+        cost,
+        integrality=np.ones(len(cost)),
+        bounds=Bounds(0, 1),
+        constraints=[fits, LinearConstraint(one_each, 1.0, 1.0)],
+        options={"time_limit": SECONDS, "mip_rel_gap": GAP},
+    )
+    if solution.x is None:  # time limit
+        return [0] * len(costs)
+    picked = [int(np.argmax(options)) for options in np.split(solution.x, ends[:-1])]
+    # HiGHS keeps constraints within 1e-6 only; bytes are a hard limit here.
+    while sum(line[n] for line, n in zip(sizes, picked, strict=True)) > capacity:
+        largest = max(range(len(picked)), key=lambda i: sizes[i][picked[i]])
+        picked[largest] -= 1
+    return picked
+
 
 #: Shares of steps from which a neuron is hot, the default first. 0: all neurons; above 1: none.
 HOT_SHARES = (0.5, 0.0, 0.05, 0.1, 0.2, 0.35, 0.75, 0.9, 1.1)
