@@ -13,6 +13,7 @@ from by_hand import by_hand
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.published import sm8650
 from torch_pi2.base.files import cache_folder, not_written
 from torch_pi2.cli import main
 from torch_pi2.cli.doctor import describe_hardware as describe
@@ -277,6 +278,10 @@ def test_presets_are_published_and_say_where_each_part_is_from(name: str) -> Non
     assert all(note.startswith(("assumed", "PowerInfer-2, arXiv 2406.06282v3")) for note in hardware.notes.values())
     assert set(hardware.kernels) == set(KERNELS)
     assert hardware.accelerator is not None
+
+
+def test_the_file_is_what_the_figures_give() -> None:
+    assert find_hardware("sm8650-ufs4.0") == sm8650()
 
 
 def test_the_figures_of_the_paper() -> None:

@@ -121,28 +121,11 @@ def _listed(list_N, counts, i_N, active_N, tile):
 
 @triton.jit
 def list_fired(
-    x,
-    rows,
-    scales,
-    bias,
-    lists,
-    gates,
-    counts,
-    threshold,
-    N_HOT,
-    INTERMEDIATE,
-    TILES,
-    H: tl.constexpr,
-    R: tl.constexpr,
-    ROW: tl.constexpr,
-    FORMAT: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    experts=None,
-    SLOTS: tl.constexpr = 1,
-    EXPERTS: tl.constexpr = 0,
-):
+    x, rows, scales, bias, lists, gates, counts, threshold, N_HOT, INTERMEDIATE, TILES,
+    H: tl.constexpr, R: tl.constexpr, ROW: tl.constexpr, FORMAT: tl.constexpr, ACTIVATION: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr,
+    experts=None, SLOTS: tl.constexpr = 1, EXPERTS: tl.constexpr = 0,
+):  # fmt: skip
     """The exact gate: list the neurons whose row 0 fires, with their activations in ``gates``."""
     tile, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
     token, expert, neurons = _of_pair(pair, experts, INTERMEDIATE, SLOTS, EXPERTS)
@@ -162,23 +145,10 @@ def list_fired(
 
 @triton.jit
 def project(
-    x,
-    rows,
-    scales,
-    row_scale,
-    bias,
-    y,
-    ROWS,
-    H: tl.constexpr,
-    ROW: tl.constexpr,
-    FORMAT: tl.constexpr,
-    RELU: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK: tl.constexpr,
-    experts=None,
-    SLOTS: tl.constexpr = 1,
-    EXPERTS: tl.constexpr = 0,
-):
+    x, rows, scales, row_scale, bias, y, ROWS,
+    H: tl.constexpr, ROW: tl.constexpr, FORMAT: tl.constexpr, RELU: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+    experts=None, SLOTS: tl.constexpr = 1, EXPERTS: tl.constexpr = 0,
+):  # fmt: skip
     """``y [T, ROWS]``: ``x`` times each row, plus bias; with RELU, followed by relu."""
     pair = tl.program_id(1).to(tl.int64)
     token, expert, there = _of_pair(pair, experts, ROWS, SLOTS, EXPERTS)
@@ -197,27 +167,10 @@ def project(
 
 @triton.jit
 def list_predicted(
-    z,
-    b,
-    scales,
-    b_scale,
-    bias,
-    lists,
-    counts,
-    cut,
-    cold,
-    N_HOT,
-    INTERMEDIATE,
-    TILES,
-    RANK: tl.constexpr,
-    ROW: tl.constexpr,
-    FORMAT: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    experts=None,
-    SLOTS: tl.constexpr = 1,
-    EXPERTS: tl.constexpr = 0,
-):
+    z, b, scales, b_scale, bias, lists, counts, cut, cold, N_HOT, INTERMEDIATE, TILES,
+    RANK: tl.constexpr, ROW: tl.constexpr, FORMAT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    experts=None, SLOTS: tl.constexpr = 1, EXPERTS: tl.constexpr = 0,
+):  # fmt: skip
     """List hot neurons, and those whose logit ``b z + bias`` is not below ``cut``. ``b`` has ``cold`` rows, of which
     the last ``INTERMEDIATE - N_HOT`` belong to cold neurons. No mask goes through memory.
     """
@@ -243,34 +196,12 @@ def _share(total, PARTS: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def listed_ffn(
-    x,
-    rows,
-    scales,
-    bias_gate,
-    bias_up,
-    lists,
-    gates,
-    counts,
-    parts,
-    threshold,
-    N_HOT,
-    INTERMEDIATE,
-    TILES,
-    H: tl.constexpr,
-    R: tl.constexpr,
-    ROW: tl.constexpr,
-    FORMAT: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    ON_UP: tl.constexpr,
-    TILE: tl.constexpr,
-    MOST_TILES: tl.constexpr,
-    PARTS: tl.constexpr,
-    N: tl.constexpr,
+    x, rows, scales, bias_gate, bias_up, lists, gates, counts, parts, threshold, N_HOT, INTERMEDIATE, TILES,
+    H: tl.constexpr, R: tl.constexpr, ROW: tl.constexpr, FORMAT: tl.constexpr, ACTIVATION: tl.constexpr,
+    ON_UP: tl.constexpr, TILE: tl.constexpr, MOST_TILES: tl.constexpr, PARTS: tl.constexpr, N: tl.constexpr,
     BLOCK: tl.constexpr,
-    experts=None,
-    SLOTS: tl.constexpr = 1,
-    EXPERTS: tl.constexpr = 0,
-):
+    experts=None, SLOTS: tl.constexpr = 1, EXPERTS: tl.constexpr = 0,
+):  # fmt: skip
     """``parts [T, PARTS, H]``, those in use: sums over runs of listed neurons.
 
     ``gates``: activations of row 0, if known. A listed cold neuron whose gate does not fire adds nothing, and its down
@@ -361,17 +292,9 @@ def _add(sum_row, column, value, is_first, H: tl.constexpr):
 
 @triton.jit
 def _added(
-    parts,
-    counts,
-    pair,
-    h_B,
-    TILES,
-    H: tl.constexpr,
-    MOST_TILES: tl.constexpr,
-    PARTS: tl.constexpr,
-    N: tl.constexpr,
-    TOGETHER: tl.constexpr,
-):
+    parts, counts, pair, h_B, TILES,
+    H: tl.constexpr, MOST_TILES: tl.constexpr, PARTS: tl.constexpr, N: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
     """float32: sum over the used parts of a pair, for these columns.
 
     ``TOGETHER`` parts are in flight at a time: part p is added to sum p % TOGETHER, in order, and those sums are added
@@ -390,22 +313,11 @@ def _added(
 
 @triton.jit
 def add_parts(
-    parts,
-    bias,
-    counts,
-    y,
-    TILES,
-    H: tl.constexpr,
-    MOST_TILES: tl.constexpr,
-    PARTS: tl.constexpr,
-    N: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    parts, bias, counts, y, TILES,
+    H: tl.constexpr, MOST_TILES: tl.constexpr, PARTS: tl.constexpr, N: tl.constexpr, TOGETHER: tl.constexpr,
     BLOCK: tl.constexpr,
-    experts=None,
-    routing=None,
-    SLOTS: tl.constexpr = 1,
-    EXPERTS: tl.constexpr = 0,
-):
+    experts=None, routing=None, SLOTS: tl.constexpr = 1, EXPERTS: tl.constexpr = 0,
+):  # fmt: skip
     """``y [T, H]``: the used parts plus the down bias, rounded once. With experts, a token's slots in order, each times
     its ``routing``; a slot without an expert adds nothing, whatever its weight.
     """
