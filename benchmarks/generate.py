@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     compiling: dict[str, Any] = {}
     if compiled:
-        decoders.append(Decoder(model, max_tokens=prompt + tokens, logits=True))
+        decoders.append(Decoder(model, max_tokens=prompt + tokens, logits=True, compiled=True))
         before = counters["aot_autograd"]["autograd_cache_hit"]
         compiling["ms"] = answer(COMPILED, 0)
         compiling["found"] = counters["aot_autograd"]["autograd_cache_hit"] > before

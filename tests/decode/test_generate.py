@@ -195,7 +195,7 @@ def test_a_step_is_compiled_once_for_each_number_of_sequences(model: nn.Module) 
         graphs.append(next(t.shape[0] for t in inputs if t.dtype == torch.int64 and t.dim() == 2))
         return gm.forward
 
-    decoder = Decoder(model, max_tokens=IDS.shape[1] + NEW, batch=3, backend=backend, logits=True)
+    decoder = Decoder(model, max_tokens=IDS.shape[1] + NEW, batch=3, backend=backend, compiled=True, logits=True)
     runs = [sampled(model, 3, seed=40, decoder=decoder) for _ in range(2)]
     assert sorted(graphs) == sorted(set(runs[0].batches))
     assert len(graphs) > 1

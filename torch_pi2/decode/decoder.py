@@ -106,11 +106,11 @@ class Decoder:
             models become CUDA graphs. Ids may be on any device; results are on the model's.
         max_tokens: size of the KV cache, prompt and answer together.
         batch: maximum number of sequences decoded together.
-        backend: compiles the steps. ``torch_pi2`` merges linear layers with the same input into one call.
+        backend: for ``compiled``. ``torch_pi2`` merges linear layers with the same input into one call.
         compiled: run each step through Inductor. The first step of each number of sequences is compiled: a second per
             layer, or 2 to 5 s in all from Inductor's disk cache; counters see that step twice more. Lossless except for
             rounding: Inductor keeps float32 between fused operations. Steps that hooks see, or that cannot be recorded,
-            are not compiled. False: steps are recorded and replayed, which keeps the model's bits, needs no compiler,
+            are not compiled. Default: steps are recorded and replayed, which keeps the model's bits, needs no compiler,
             and gains almost as much.
         logits: :meth:`prompt` and :meth:`step` return the logits ``[B, V]`` of the next token, for sampling, instead of
             the most likely token.
@@ -151,7 +151,7 @@ class Decoder:
         max_tokens: int,
         batch: int = 1,
         backend: str | Callable[..., Any] = "torch_pi2",
-        compiled: bool = True,
+        compiled: bool = False,
         logits: bool = False,
         recorded: bool | None = None,
         chunk_tokens: int = 0,

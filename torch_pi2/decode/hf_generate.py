@@ -18,7 +18,7 @@ from torch_pi2.decode.chunked_prefill import most_positions
 from torch_pi2.decode.decoder import Decoder
 from torch_pi2.decode.guards import is_known
 from torch_pi2.decode.plan_controller import controller_of
-from torch_pi2.decode.sequence import not_finite
+from torch_pi2.decode.sequence import not_finite, pick
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.layers.gpu import device_of
 from torch_pi2.rewrite.state import store_of
@@ -133,12 +133,37 @@ def _sample(model: Any, input_ids: torch.Tensor, config: Any, kwargs: dict[str, 
             most = min(config.max_length, most_positions(model))  # the answer may end before
             decoder = pool.acquire(model, max(2, most), len(input_ids))
             if not decoder.is_hooked():
-                result = loop(_Steps(model, decoder), input_ids, generation_config=config, **kwargs)
+                if config.do_sample or len(kwargs["logits_processor"]) > 1:  # the first is ours
+                    result = loop(_Steps(model, decoder), input_ids, generation_config=config, **kwargs)
+                else:
+                    result = _greedy(decoder, input_ids, config, **kwargs)
                 pool.release(decoder)
                 return result
         except UnsupportedModelError:  # raised before the first token
             pass
     return loop(model, input_ids, generation_config=config, **kwargs)
+
+
+def _greedy(
+    decoder: Decoder, ids_BT: torch.Tensor, config: Any, stopping_criteria: Any, streamer: Any = None, **_kwargs: Any
+) -> torch.Tensor:
+    """transformers' loop where nothing else sees the scores: its copies and its argmax take 0.5 ms a step."""
+    ends = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+    going_B1, logits_BV = torch.ones_like(ids_BT[:, :1]), decoder.prompt(ids_BT)
+    while True:
+        next_B1 = torch.tensor([[pick(logits_V, None)] for logits_V in logits_BV], device="cpu")
+        if ends:  # a sequence that has ended is padded
+            next_B1 = next_B1 * going_B1 + config._pad_token_tensor.cpu() * (1 - going_B1)
+        ids_BT = torch.cat((ids_BT, next_B1), dim=1)
+        going_B1 = going_B1 & ~stopping_criteria(ids_BT, None)[:, None]
+        if streamer is not None:
+            streamer.put(next_B1[:, 0])
+        if not going_B1.any():
+            break
+        logits_BV = decoder.step(next_B1)
+    if streamer is not None:
+        streamer.end()
+    return ids_BT
 
 
 class _Steps:
