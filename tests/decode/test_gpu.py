@@ -85,7 +85,7 @@ def test_steps_of_a_divided_model_are_not_recorded() -> None:
         ids = decoder.step(ids)
     assert [replay.is_stable for replay in decoder._runners.values()] == [False]
     with pytest.raises(ConfigError, match="compiled: expected a model that is on one device as a whole, found layers"):
-        Decoder(model, max_tokens=40)
+        Decoder(model, max_tokens=40, compiled=True)
     whole(model)
     ids = decoder.prompt(IDS)
     for _ in range(14):
