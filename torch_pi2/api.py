@@ -392,12 +392,9 @@ def _optimize(
     found = _as_profiled(found, stats)
     if predictors is None and (config.method in PREDICTED or (config.method == "auto" and _can_fit(model, data))):
         if data is None:
-            raise CalibrationError(
-                f"optimize(method='{config.method}')",
-                expected="calibration data or fitted predictors",
-                found="neither",
-                fix="Pass calibration=..., or predictors=torch_pi2.fit(...).",
-            )
+            expected = "calibration data or fitted predictors"
+            fix = "Pass calibration=..., or predictors=torch_pi2.fit(...)."
+            raise CalibrationError(f"optimize(method='{config.method}')", expected=expected, found="neither", fix=fix)
         predictors = _fit(model, data, found.sites, stats, config, progress)
     fitted = predictors if isinstance(predictors, FittedPredictors) else FittedPredictors(predictors or {})
     made = _plan(model, found, stats, fitted, config)

@@ -59,12 +59,9 @@ class Format:
         """Bytes of a row of ``columns`` numbers, padded to whole groups. Raises ShapeError: partial blocks."""
         if self.block:
             if columns % self.block:
-                raise ShapeError(
-                    f"columns of {self.name}",
-                    expected=f"a multiple of {self.block} (its blocks)",
-                    found=str(columns),
-                    fix="Pass the columns that the rows have in their file.",
-                )
+                expected = f"a multiple of {self.block} (its blocks)"
+                fix = "Pass the columns that the rows have in their file."
+                raise ShapeError(f"columns of {self.name}", expected=expected, found=str(columns), fix=fix)
             return columns // self.block * self.block_bytes
         groups = -(-columns // GROUP)
         return groups * (self.group_bytes + _SCALE_BYTES) if self.quantized else columns * self.bits // 8

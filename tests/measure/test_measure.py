@@ -22,8 +22,7 @@ from torch_pi2.errors import ArtifactError, LibraryMissingError
 from torch_pi2.machine.find import cached_path, find_hardware
 from torch_pi2.machine.hardware import Hardware
 from torch_pi2.measure.compute import Case, Grid, KernelCases, Samples, Size, Weights, fit
-from torch_pi2.measure.gpu import accelerator
-from torch_pi2.measure.measure import measure
+from torch_pi2.measure.measure import accelerator, measure
 from torch_pi2.measure.reads import drive
 from torch_pi2.ops import load
 

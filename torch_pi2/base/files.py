@@ -346,12 +346,9 @@ def parse_json(
         raise _of_another_version(where, format_name, versions[-1], found)
     said = difflib.get_close_matches("crc32c", data, 1)  # its name may be damaged, too
     if checked and said and data.pop(said[0]) != (crc := _crc_of(data)):
-        raise ArtifactError(
-            str(where),
-            expected="content that has the checksum in its field crc32c",
-            found=f"{crc}: it was edited or damaged",
-            fix="Make it again. If you edited it on purpose, remove the field crc32c: it is then used as it is.",
-        )
+        expected = "content that has the checksum in its field crc32c"
+        fix = "Make it again. If you edited it on purpose, remove the field crc32c: it is then used as it is."
+        raise ArtifactError(str(where), expected=expected, found=f"{crc}: it was edited or damaged", fix=fix)
     return data
 
 

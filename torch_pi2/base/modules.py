@@ -93,12 +93,9 @@ class NoHooks(OrderedDict[int, Any]):
         self._key = key
 
     def __setitem__(self, key: int, hook: Any) -> None:
-        raise ConfigError(
-            f"a hook inside {self._key}",
-            expected="a module that runs",
-            found="a part of a feed-forward layer that the optimised model computes as a whole",
-            fix="Register it before torch_pi2.optimize, or on the layer; torch_pi2.restore(model) undoes optimize.",
-        )
+        found = "a part of a feed-forward layer that the optimised model computes as a whole"
+        fix = "Register it before torch_pi2.optimize, or on the layer; torch_pi2.restore(model) undoes optimize."
+        raise ConfigError(f"a hook inside {self._key}", expected="a module that runs", found=found, fix=fix)
 
     def __reduce__(self) -> Any:
         return NoHooks, (self._key,)
@@ -155,9 +152,6 @@ def refuse_global_hooks(what: str) -> None:
     """Raises ConfigError, about ``what``: PyTorch has global hooks around every module's forward."""
     common = nn.modules.module
     if common._global_forward_hooks or common._global_forward_pre_hooks:
-        raise ConfigError(
-            what,
-            expected="hooks on modules of the model",
-            found="hooks on all modules (register_module_forward_hook), some of which do not run in an optimised model",
-            fix="Remove them, or register them on the modules that they are for.",
-        )
+        found = "hooks on all modules (register_module_forward_hook), some of which do not run in an optimised model"
+        fix = "Remove them, or register them on the modules that they are for."
+        raise ConfigError(what, expected="hooks on modules of the model", found=found, fix=fix)

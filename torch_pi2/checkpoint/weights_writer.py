@@ -259,12 +259,9 @@ def converted(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tens
     if not made.numel() or all(map(math.isfinite, map(float, made.aminmax()))):
         return made
     sound = bool(values.isfinite().all())
-    raise NonFiniteError(
-        f"values of {name}",
-        expected=f"numbers of at most {torch.finfo(dtype).max:.6g}, the largest in {dtype_name(dtype)}",
-        found=f"{float(values.abs().max()):.6g}",
-        fix="Pack it with weights='bfloat16' or 'float'." if sound else "The checkpoint is damaged; get it again.",
-    )
+    expected = f"numbers of at most {torch.finfo(dtype).max:.6g}, the largest in {dtype_name(dtype)}"
+    fix = "Pack it with weights='bfloat16' or 'float'." if sound else "The checkpoint is damaged; get it again."
+    raise NonFiniteError(f"values of {name}", expected=expected, found=f"{float(values.abs().max()):.6g}", fix=fix)
 
 
 def row_chunks(spec: Spec) -> Iterator[tuple[int, int]]:

@@ -89,12 +89,9 @@ def load_dense(args: argparse.Namespace) -> nn.Module:
     if kind_of(Path(args.model)) in ("store", "quantised"):
         runs = getattr(args, "dense", False)
         fix = f"{'Leave --dense out: the folder runs as it is. Or name' if runs else 'Name'} its float checkpoint."
-        raise ArtifactError(
-            f"dense model of {args.model}",
-            expected="a folder with float weights, as optimize writes it",
-            found="one with a store or quantised weights alone",
-            fix=fix,
-        )
+        expected = "a folder with float weights, as optimize writes it"
+        found = "one with a store or quantised weights alone"
+        raise ArtifactError(f"dense model of {args.model}", expected=expected, found=found, fix=fix)
     phase(f"load {args.model}")
     if getattr(args, "mapped", False):
         import torch_pi2
@@ -162,12 +159,9 @@ def load_any(args: argparse.Namespace, dense: bool = False) -> nn.Module:
     for name, value in {"budget": getattr(args, "budget", None), **common.left_out(args)}.items():
         option = f"{common.option_of(name)} {value}"
         if in_memory and value is not None:
-            raise ConfigError(
-                option,
-                expected="a model over a store, as pack writes it",
-                found=f"{'--dense' if dense else args.model}, whose weights are all in memory",
-                fix=f"Leave {common.option_of(name)} out, or pack it: torch-pi2 pack {args.model} STORE.",
-            )
+            found = f"{'--dense' if dense else args.model}, whose weights are all in memory"
+            fix = f"Leave {common.option_of(name)} out, or pack it: torch-pi2 pack {args.model} STORE."
+            raise ConfigError(option, expected="a model over a store, as pack writes it", found=found, fix=fix)
     if wanted is not None:
         _check_gpu(args, wanted, in_memory)
     model = load_dense(args) if in_memory else load_sparse(args)
@@ -195,12 +189,9 @@ def _check_gpu(args: argparse.Namespace, wanted: str, dense: bool) -> None:
     if wanted == _ALL:
         check_gpu(torch.device("cuda"))
     elif dense:
-        raise ConfigError(
-            option,
-            expected=f"{_ALL} for a model that is not optimised, because its hot neurons are not known",
-            found=args.model,
-            fix=f"Pass --gpu-memory {_ALL}, or optimise it first: torch-pi2 optimize {args.model} --out DIR.",
-        )
+        expected = f"{_ALL} for a model that is not optimised, because its hot neurons are not known"
+        fix = f"Pass --gpu-memory {_ALL}, or optimise it first: torch-pi2 optimize {args.model} --out DIR."
+        raise ConfigError(option, expected=expected, found=args.model, fix=fix)
     else:
         checked_memory(wanted)
 

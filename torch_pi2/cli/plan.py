@@ -156,12 +156,9 @@ def _statistics(args: argparse.Namespace) -> ActivationStats:
     with Parts(Path(args.model) / "pi2") as parts:
         stats = parts.stats(parts.plan().model_hash)
     if stats is None:
-        raise ConfigError(
-            f"statistics of {args.model}",
-            expected="some: how often neurons fire decides which are hot",
-            found="none in the folder",
-            fix="Pass --stats DIR: of torch-pi2 profile, or counted in use (torch_pi2.watch).",
-        )
+        expected = "some: how often neurons fire decides which are hot"
+        fix = "Pass --stats DIR: of torch-pi2 profile, or counted in use (torch_pi2.watch)."
+        raise ConfigError(f"statistics of {args.model}", expected=expected, found="none in the folder", fix=fix)
     return stats
 
 

@@ -343,12 +343,9 @@ class Decoder:
             self.check_parts("add(known=...)")
         cached = sum(part[0].shape[1] for part in known)
         if cached > ids_1T.shape[1]:
-            raise ShapeError(
-                "add(known=...)",
-                expected=f"keys and values of the first tokens of the prompt, at most {ids_1T.shape[1]}",
-                found=f"those of {cached}",
-                fix="Leave out what the prompt does not begin with.",
-            )
+            expected = f"keys and values of the first tokens of the prompt, at most {ids_1T.shape[1]}"
+            fix = "Leave out what the prompt does not begin with."
+            raise ShapeError("add(known=...)", expected=expected, found=f"those of {cached}", fix=fix)
         if self.lengths and not self._positions:
             raise UnsupportedModelError(
                 type(self.model).__name__,

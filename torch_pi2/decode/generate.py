@@ -76,12 +76,9 @@ class Generated:
     def texts(self) -> list[str]:
         """:attr:`text` of each sequence."""
         if self.tokenizer is None:
-            raise ConfigError(
-                "text of what was generated",
-                expected="a tokenizer",
-                found="none: the prompt was given as token ids",
-                fix="Pass text, or tokenizer=..., or decode the sequences yourself.",
-            )
+            found = "none: the prompt was given as token ids"
+            fix = "Pass text, or tokenizer=..., or decode the sequences yourself."
+            raise ConfigError("text of what was generated", expected="a tokenizer", found=found, fix=fix)
         texts = [tokens[:-1] if tokens[-1:] and tokens[-1] in self.ends else tokens for tokens in self.sequences]
         return [_continuation(self.tokenizer, self.prompt, tokens) for tokens in texts]
 

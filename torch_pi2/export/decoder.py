@@ -263,12 +263,9 @@ def check_traced(lanes: Lanes, programs: Programs, *, max_prompt: int, smooth: b
     if all(difference(n) <= tolerance for n in {min(length, _HEAD + _TAIL), length}):
         return
     if not (least := difference(_LEAST)) <= tolerance:
-        raise UnsupportedModelError(
-            f"export of {name}",
-            expected="the same logits with keys and values of fixed size as without",
-            found=f"others ({100 * least:.2g} % off within {_LEAST} tokens): its attention is of another kind",
-            fix=_NOT_YET,
-        )
+        expected = "the same logits with keys and values of fixed size as without"
+        found = f"others ({100 * least:.2g} % off within {_LEAST} tokens): its attention is of another kind"
+        raise UnsupportedModelError(f"export of {name}", expected=expected, found=found, fix=_NOT_YET)
     good, bad = _LEAST, length
     while bad - good > 1:
         middle = (good + bad) // 2

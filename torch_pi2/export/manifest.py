@@ -233,12 +233,9 @@ def _check_seal(text: bytes, path: Path) -> None:
     found = f"{continue_crc32c(0, text[first.end() :]):08x}" if first else "none"
     if first and found == first.group(1).decode():
         return
-    raise ArtifactError(
-        str(path),
-        expected="its CRC32C of all that follows in the first line" + (f", {first.group(1).decode()}" if first else ""),
-        found=f"{found}: it was changed or damaged",
-        fix="Copy the bundle again, export again, or pass --no-verify (verify=False) if the change is meant.",
-    )
+    expected = "its CRC32C of all that follows in the first line" + (f", {first.group(1).decode()}" if first else "")
+    fix = "Copy the bundle again, export again, or pass --no-verify (verify=False) if the change is meant."
+    raise ArtifactError(str(path), expected=expected, found=f"{found}: it was changed or damaged", fix=fix)
 
 
 def describe_files(folder: str | Path) -> dict[str, FileEntry]:

@@ -43,12 +43,9 @@ def named_failures(what: str, expected: str) -> Iterator[None]:
         raise
     except Exception as error:  # they raise many types
         lines = str(error).strip().splitlines()
-        raise UnsupportedModelError(
-            what,
-            expected=expected,
-            found=f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__,
-            fix="Export its dense form with torch.export and ExecuTorch to see whether torch_pi2 is the cause.",
-        ) from error
+        found = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        fix = "Export its dense form with torch.export and ExecuTorch to see whether torch_pi2 is the cause."
+        raise UnsupportedModelError(what, expected=expected, found=found, fix=fix) from error
 
 
 def trace(

@@ -302,12 +302,9 @@ class NeuronClusterMode(PredictedMaskMode):
 
     def __enter__(self) -> Self:
         if torch.is_autocast_enabled("cpu"):
-            raise ConfigError(
-                "NeuronClusterMode",
-                expected="to be entered without torch.autocast, which gives matmuls copies of the weights",
-                found="autocast",
-                fix="Turn it off, or use torch_pi2.optimize, which works with it.",
-            )
+            expected = "to be entered without torch.autocast, which gives matmuls copies of the weights"
+            fix = "Turn it off, or use torch_pi2.optimize, which works with it."
+            raise ConfigError("NeuronClusterMode", expected=expected, found="autocast", fix=fix)
         for site in self._sites:
             _refuse_hooks(self._model, site)
         return super().__enter__()

@@ -345,12 +345,9 @@ class OffloadedExperts(InStore, SparseExperts):
 
 def _check_alike(part: SparseFFN, first: SparseFFN) -> None:
     if part.n_hot:
-        raise ConfigError(
-            f"plan of {part.site.key}",
-            expected="an expert without hot neurons, whose method is not 'dense'",
-            found=f"{part.n_hot} hot neurons",
-            fix="Make the plan again (torch_pi2.plan, or torch_pi2.optimize).",
-        )
+        expected = "an expert without hot neurons, whose method is not 'dense'"
+        fix = "Make the plan again (torch_pi2.plan, or torch_pi2.optimize)."
+        raise ConfigError(f"plan of {part.site.key}", expected=expected, found=f"{part.n_hot} hot neurons", fix=fix)
 
     def form(layer: SparseFFN) -> tuple[Any, ...]:
         shapes = tuple(None if (t := layer._buffers[n]) is None else tuple(t.shape) for n in _STACKED)
@@ -359,12 +356,9 @@ def _check_alike(part: SparseFFN, first: SparseFFN) -> None:
         return (layer.method, *stored, *site, *shapes)
 
     if form(part) != form(first):
-        raise ConfigError(
-            f"plan of {part.site.key}",
-            expected=f"the method and sizes of {first.site.key}, an expert of the same module",
-            found=", ".join(str(a) for a, b in zip(form(part), form(first)) if a != b),
-            fix="Make the plan again.",
-        )
+        expected = f"the method and sizes of {first.site.key}, an expert of the same module"
+        found = ", ".join(str(a) for a, b in zip(form(part), form(first)) if a != b)
+        raise ConfigError(f"plan of {part.site.key}", expected=expected, found=found, fix="Make the plan again.")
 
 
 def expert_groups(layers: Sequence[Any]) -> list[list[Any]]:

@@ -156,12 +156,9 @@ class SparseFFN(DenseForm):
     def __setattr__(self, name: str, value: Any) -> None:
         method = name[:2] != "__" and callable(getattr(type(self), name, None))
         if method and "_hf_hook" not in self.__dict__:  # accelerate's, around ours
-            raise ConfigError(
-                f"{name} of {self.site.key}",
-                expected="the layer's own: compiled kernels and recorded steps do not call another",
-                found="an assignment",
-                fix="Try a predictor of your own with torch_pi2.NeuronClusterMode, on the dense model.",
-            )
+            expected = "the layer's own: compiled kernels and recorded steps do not call another"
+            fix = "Try a predictor of your own with torch_pi2.NeuronClusterMode, on the dense model."
+            raise ConfigError(f"{name} of {self.site.key}", expected=expected, found="an assignment", fix=fix)
         super().__setattr__(name, value)
 
     def _hold(self, neuron_rows: torch.Tensor, *biases: torch.Tensor | None) -> None:

@@ -132,12 +132,9 @@ class Store:
         return self  # copies of a model share the store, which stays open as long as any of them
 
     def __reduce__(self) -> Any:
-        raise ConfigError(
-            f"pickling a model over {self.path}",
-            expected="a model in memory",
-            found="an open neuron store, which means nothing to another process",
-            fix="Load the folder there with torch_pi2.load(folder, budget=...).",
-        )
+        found = "an open neuron store, which means nothing to another process"
+        fix = "Load the folder there with torch_pi2.load(folder, budget=...)."
+        raise ConfigError(f"pickling a model over {self.path}", expected="a model in memory", found=found, fix=fix)
 
     def leave_out(self, layer: int, first: Sequence[int]) -> None:
         """Leave the ``first[i]`` first neurons of layer ``layer + i`` to another device; :meth:`preload` skips them."""

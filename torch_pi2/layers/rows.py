@@ -197,9 +197,6 @@ class DenseForm(nn.Module):
     def check_float(self, what: str) -> None:
         """Raises ConfigError if the layer is quantised; ``what``: the request, for the message."""
         if self.weights != "float":
-            raise ConfigError(
-                what,
-                expected="a layer with float weights",
-                found=f"{self.weights}, which is lossy: the original numbers are gone",
-                fix="Load the checkpoint again (from_pretrained, or torch_pi2.load) instead.",
-            )
+            found = f"{self.weights}, which is lossy: the original numbers are gone"
+            fix = "Load the checkpoint again (from_pretrained, or torch_pi2.load) instead."
+            raise ConfigError(what, expected="a layer with float weights", found=found, fix=fix)

@@ -20,12 +20,9 @@ def only_input(keyword: str, key: str, args: tuple[Any, ...], kwargs: Mapping[st
     if len(given) == len(args) + len(kwargs) == 1 and isinstance(given[0], torch.Tensor | FusedOutput):
         return given[0]
     found = [type(a).__name__ for a in args] + [f"{k}={type(v).__name__}" for k, v in kwargs.items()]
-    raise ConfigError(
-        f"arguments of {key}",
-        expected=f"one tensor, by position or as {keyword}=",
-        found=", ".join(found) or "none",
-        fix="Leave the other arguments out, or torch_pi2.restore(model) and plan without this layer.",
-    )
+    expected = f"one tensor, by position or as {keyword}="
+    fix = "Leave the other arguments out, or torch_pi2.restore(model) and plan without this layer."
+    raise ConfigError(f"arguments of {key}", expected=expected, found=", ".join(found) or "none", fix=fix)
 
 
 class FusedOutput:

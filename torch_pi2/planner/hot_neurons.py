@@ -148,12 +148,9 @@ def _check_threshold(site: FFNSite, all_stats: ActivationStats, config: Config) 
         return
     found, wanted = all_stats[site.key].threshold, all_stats.threshold_for(site.key, config.sparsity)
     if found != wanted:
-        raise ConfigError(
-            f"threshold of {site.key}",
-            expected=f"statistics taken with the threshold for sparsity {config.sparsity} ({wanted:.4g})",
-            found=f"a threshold of {found:.4g}",
-            fix="Profile again with this config (torch_pi2.profile(..., config=config)).",
-        )
+        expected = f"statistics taken with the threshold for sparsity {config.sparsity} ({wanted:.4g})"
+        fix = "Profile again with this config (torch_pi2.profile(..., config=config))."
+        raise ConfigError(f"threshold of {site.key}", expected=expected, found=f"a threshold of {found:.4g}", fix=fix)
 
 
 def greedy_plan(

@@ -75,12 +75,9 @@ def save_predictors(folder: str | Path, predictors: Mapping[str, AnyPredictor], 
     check_all_known(predictors)
     for key, p in predictors.items():
         if p.card is None:
-            raise ConfigError(
-                f"predictor of {key}",
-                expected="one with a threshold and a card",
-                found="one that was not calibrated",
-                fix="Call torch_pi2.fitting.train.calibrate with held-back samples first.",
-            )
+            expected = "one with a threshold and a card"
+            fix = "Call torch_pi2.fitting.train.calibrate with held-back samples first."
+            raise ConfigError(f"predictor of {key}", expected=expected, found="one that was not calibrated", fix=fix)
         entries[key] = {"kind": p.kind, "threshold": p.threshold, "card": p.card.to_json(), **p.fields()}
         tensors.update({f"{key}.{name}": t for name, t in p.tensors().items()})
     report = getattr(predictors, "report", None)

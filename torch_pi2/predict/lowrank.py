@@ -166,12 +166,9 @@ def _of_rows(weights: str, rank: int, neurons: int, hidden: int) -> _Table:
 def _check_tensors(tensors: Mapping[str, torch.Tensor], wanted: _Table, expected: str) -> None:
     """Raises ArtifactError unless ``tensors`` are of the ``wanted`` shapes and dtypes, ``expected`` in words."""
     if {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()} != wanted:
-        raise ArtifactError(
-            "shapes of a low-rank predictor",
-            expected=expected,
-            found=", ".join(f"{name} {dtype_name(t.dtype)} {list(t.shape)}" for name, t in tensors.items()) or "none",
-            fix="The file is damaged; fit the predictors again.",
-        )
+        found = ", ".join(f"{name} {dtype_name(t.dtype)} {list(t.shape)}" for name, t in tensors.items()) or "none"
+        fix = "The file is damaged; fit the predictors again."
+        raise ArtifactError("shapes of a low-rank predictor", expected=expected, found=found, fix=fix)
 
 
 class LowRankRows(LowRank):

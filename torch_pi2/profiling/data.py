@@ -111,12 +111,9 @@ def batches(
     """
     opening = list(opening_of(tokenizer) if opening is None else opening)
     if batch_size < 1 or seq_len < 2 or seq_len <= len(opening):
-        raise CalibrationError(
-            "calibration batches",
-            expected=f"batch_size >= 1 and seq_len >= {max(2, len(opening) + 1)}",
-            found=f"batch_size={batch_size}, seq_len={seq_len}",
-            fix="The defaults are 8 and 128.",
-        )
+        expected = f"batch_size >= 1 and seq_len >= {max(2, len(opening) + 1)}"
+        found = f"batch_size={batch_size}, seq_len={seq_len}"
+        raise CalibrationError("calibration batches", expected=expected, found=found, fix="The defaults are 8 and 128.")
     total = 0
     known = True
     for batch in _normalise(data, tokenizer, batch_size, seq_len, opening):

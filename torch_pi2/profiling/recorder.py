@@ -55,12 +55,9 @@ def real_tokens(key: str, batch: Batch | None, rows: int) -> tuple[torch.Tensor,
     mask_BT = None if batch is None else batch.mask_BT
     if mask_BT is None or mask_BT.numel() != rows:
         if mask_BT is not None and not bool(mask_BT.all()):
-            raise UnsupportedModelError(
-                f"rows seen by {key}",
-                expected=f"{mask_BT.numel()}, one per token of the batch (padding included)",
-                found=str(rows),
-                fix="Calibrate with sequences of one length, so that there is no padding to tell apart.",
-            )
+            expected = f"{mask_BT.numel()}, one per token of the batch (padding included)"
+            fix = "Calibrate with sequences of one length, so that there is no padding to tell apart."
+            raise UnsupportedModelError(f"rows seen by {key}", expected=expected, found=str(rows), fix=fix)
         return torch.ones(rows, dtype=torch.bool), None
     return mask_BT.flatten(), (mask_BT.shape[0], mask_BT.shape[1])
 
@@ -68,12 +65,9 @@ def real_tokens(key: str, batch: Batch | None, rows: int) -> tuple[torch.Tensor,
 def _check_finite(what: str, values_TK: torch.Tensor, real_T: torch.Tensor) -> None:
     broken_T = ~torch.isfinite(values_TK).all(-1) & real_T
     if bool(broken_T.any()):
-        raise NonFiniteError(
-            what,
-            expected="finite numbers",
-            found=f"NaN or infinity for {int(broken_T.sum())} of {int(real_T.sum())} tokens",
-            fix="Check the checkpoint and the dtype (float16 overflows at 65504: try bfloat16).",
-        )
+        found = f"NaN or infinity for {int(broken_T.sum())} of {int(real_T.sum())} tokens"
+        fix = "Check the checkpoint and the dtype (float16 overflows at 65504: try bfloat16)."
+        raise NonFiniteError(what, expected="finite numbers", found=found, fix=fix)
 
 
 #: Tokens sampled from each module of experts, for experts with fewer than ``MIN_TOKENS``.

@@ -92,12 +92,9 @@ def room_on_gpu(model: nn.Module, memory_bytes: int) -> int:
     """Bytes of ``memory_bytes`` left for neurons. Raises OutOfMemoryError if the rest of the model does not fit."""
     least_bytes = rest_bytes(model)
     if memory_bytes < least_bytes:
-        raise OutOfMemoryError(
-            "gpu_memory",
-            expected=f"{size(least_bytes)} or more: what is no feed-forward layer is there as a whole",
-            found=size(memory_bytes),
-            fix="Give it more, or leave the model on the CPU.",
-        )
+        expected = f"{size(least_bytes)} or more: what is no feed-forward layer is there as a whole"
+        fix = "Give it more, or leave the model on the CPU."
+        raise OutOfMemoryError("gpu_memory", expected=expected, found=size(memory_bytes), fix=fix)
     return memory_bytes - least_bytes
 
 

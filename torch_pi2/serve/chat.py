@@ -102,12 +102,9 @@ class ChatSession:
             ids = self._ids()
             available = self._decoder.max_tokens - len(ids)
             if available < 1 or not ids:
-                raise ShapeError(
-                    "talk",
-                    expected=f"1 to {self._decoder.max_tokens - 1} tokens before an answer",
-                    found=str(len(ids)),
-                    fix="Begin another (/reset), or make room for more tokens (--max-tokens).",
-                )
+                expected = f"1 to {self._decoder.max_tokens - 1} tokens before an answer"
+                fix = "Begin another (/reset), or make room for more tokens (--max-tokens)."
+                raise ShapeError("talk", expected=expected, found=str(len(ids)), fix=fix)
         except BaseException:
             self.messages.pop()
             raise

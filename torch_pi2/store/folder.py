@@ -125,12 +125,9 @@ def check_folder(folder: Path) -> None:
     """Raises ArtifactError: ``folder`` is a file."""
     if folder.is_file():
         of_gguf = is_gguf(folder)
-        raise ArtifactError(
-            str(folder),
-            expected="the folder of a model",
-            found="a GGUF file" if of_gguf else "a file, and no GGUF file",
-            fix="Import it: torch_pi2.import_gguf(file, folder)." if of_gguf else "Name the folder that it is in.",
-        )
+        found = "a GGUF file" if of_gguf else "a file, and no GGUF file"
+        fix = "Import it: torch_pi2.import_gguf(file, folder)." if of_gguf else "Name the folder that it is in."
+        raise ArtifactError(str(folder), expected="the folder of a model", found=found, fix=fix)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -267,12 +267,9 @@ class GgufFile(OpenFile):
             fix = "Quantise the model to one of these types."
             if code == 36:
                 fix = "It is I2_S, which BitNet's own engine reads; load the bfloat16 checkpoint beside it."
-            raise ArtifactError(
-                f"tensor {shown(name)} of {self.path}",
-                expected=f"one of {', '.join(one.name for one in TYPES.values())}",
-                found=f"type {code}",
-                fix=fix,
-            )
+            expected = f"one of {', '.join(one.name for one in TYPES.values())}"
+            found = f"type {code}"
+            raise ArtifactError(f"tensor {shown(name)} of {self.path}", expected=expected, found=found, fix=fix)
         of = TYPES[code]
         if not all(shape) or math.prod(shape) >= _LARGEST or shape[-1] % of.block:
             self._damaged(f"tensor {shown(name)} of {list(shape)} {of.name}")

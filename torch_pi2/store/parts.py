@@ -58,12 +58,9 @@ class Parts(Closing):
         for part, (file, _) in _FILES.items():
             if os.path.lexists(self._pi2 / file) and (self._in_store(part) or part != _ALSO_BESIDE):
                 self.close()
-                raise ArtifactError(
-                    f"{self._pi2 / file} beside {STORE_FILE}",
-                    expected="no such file: a store has plan, predictors and statistics inside",
-                    found="one",
-                    fix="Remove it, or pack the folder that it belongs to anew.",
-                )
+                expected = "no such file: a store has plan, predictors and statistics inside"
+                fix = "Remove it, or pack the folder that it belongs to anew."
+                raise ArtifactError(f"{self._pi2 / file} beside {STORE_FILE}", expected=expected, found="one", fix=fix)
 
     @property
     def inside(self) -> bool:
@@ -209,9 +206,6 @@ def check_predictors(plan: Plan, found: Iterator[tuple[str, AnyPredictor]], wher
 
 
 def _mismatched(where: str | Path, method: str, site: Any, found: str) -> None:
-    raise ArtifactError(
-        f"predictors of {where}",
-        expected=f"a {method} predictor of {site.key} with {site.intermediate} neurons and {site.hidden} inputs",
-        found=found,
-        fix="Fit predictors to this model (torch_pi2.fit), and plan with them.",
-    )
+    expected = f"a {method} predictor of {site.key} with {site.intermediate} neurons and {site.hidden} inputs"
+    fix = "Fit predictors to this model (torch_pi2.fit), and plan with them."
+    raise ArtifactError(f"predictors of {where}", expected=expected, found=found, fix=fix)

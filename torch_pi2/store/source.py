@@ -66,12 +66,9 @@ class Checkpoint(Closing):
                 self._files[file] = reader = TensorReader(self.folder / file)
                 if twice := self._by_name.keys() & reader.specs.keys():
                     name = min(twice)
-                    raise ArtifactError(
-                        str(self.folder),
-                        expected=f"{name} in one of its shards",
-                        found=f"it in {self._by_name[name].path.name} and {file}",
-                        fix="Remove the shard of another time, or get the checkpoint again.",
-                    )
+                    found = f"it in {self._by_name[name].path.name} and {file}"
+                    fix = "Remove the shard of another time, or get the checkpoint again."
+                    raise ArtifactError(str(self.folder), expected=f"{name} in one of its shards", found=found, fix=fix)
                 self._by_name |= dict.fromkeys(reader.specs, reader)
 
     def _file_names(self) -> list[str]:

@@ -111,12 +111,9 @@ def tokenizer_of(model: Any, tokenizer: Any, what: str, error: type[Pi2Error] = 
     """
     if tokenizer is not None:
         if not callable(tokenizer) or not hasattr(tokenizer, "decode"):
-            raise error(
-                f"{what}: tokenizer",
-                expected="a tokenizer: called with text it gives input_ids, and it has decode",
-                found=f"a {type(tokenizer).__name__}",
-                fix="Pass AutoTokenizer.from_pretrained(...).",
-            )
+            expected = "a tokenizer: called with text it gives input_ids, and it has decode"
+            fix = "Pass AutoTokenizer.from_pretrained(...)."
+            raise error(f"{what}: tokenizer", expected=expected, found=f"a {type(tokenizer).__name__}", fix=fix)
         return tokenizer
     name = getattr(model, "name_or_path", None)
     folder = Path(name) if isinstance(name, str) and name else None

@@ -175,12 +175,9 @@ def _only_delegate(
     others = {str(n.target) for n in nodes if not str(n.target).endswith(("executorch_call_delegate", "getitem>"))}
     delegates = [child for child in graph.children() if hasattr(child, "processed_bytes")]
     if others or len(delegates) != 1:
-        raise CompileError(
-            f"graph {name}",
-            expected=f"operators that the NPU of {settings.soc} computes in {settings.precision}, in one piece",
-            found=f"others: {', '.join(sorted(others))}" if others else f"{len(delegates)} pieces",
-            fix="Choose another precision.",
-        )
+        expected = f"operators that the NPU of {settings.soc} computes in {settings.precision}, in one piece"
+        found = f"others: {', '.join(sorted(others))}" if others else f"{len(delegates)} pieces"
+        raise CompileError(f"graph {name}", expected=expected, found=found, fix="Choose another precision.")
     (call,) = (node for node in nodes if str(node.target).endswith("executorch_call_delegate"))
     given = [node for node in graph.graph.nodes if node.op == "placeholder"]
     (output,) = graph.graph.find_nodes(op="output")

@@ -106,9 +106,6 @@ def load(libraries: Libraries) -> None:
         try:
             ctypes.CDLL(str(path))
         except OSError as error:
-            raise LibraryMissingError(
-                f"Qualcomm's {name}",
-                expected="a library that this system can load (glibc 2.35 or later, libatomic)",
-                found=str(error),
-                fix="Debian 12 or Ubuntu 22.04 and later have what it needs; apt-get install libatomic1.",
-            ) from error
+            expected = "a library that this system can load (glibc 2.35 or later, libatomic)"
+            fix = "Debian 12 or Ubuntu 22.04 and later have what it needs; apt-get install libatomic1."
+            raise LibraryMissingError(f"Qualcomm's {name}", expected=expected, found=str(error), fix=fix) from error
