@@ -46,12 +46,12 @@ def backend(
     Without a plan, layers of the ReLU family get the exact gate (lossless); others stay dense, named in warnings. A
     graph without FFNs, or one that needs gradients, is given to Inductor as it is, with one warning.
 
-    Neurons are made once per set of weights and shared by all graphs that use it. After a parameter is changed in place
-    or loaded, they are refreshed at the next call. Changes that PyTorch does not count (``p.data.mul_(2)``, or any in
-    place under ``torch.inference_mode()``) are noticed by a sample of each parameter, on the CPU only: changes of all
-    numbers (PEFT merging an adapter) are seen, changes of a few rows are not. After such a change, call
-    ``torch._dynamo.reset()`` and compile again with new parameters (``model.load_state_dict(..., assign=True)``). The
-    dense weights stay in memory, as they belong to the model (``torch_pi2.optimize`` frees them).
+    Neurons are made once per set of weights and shared by all graphs that use it; the dense weights stay in memory, as
+    they belong to the model (``torch_pi2.optimize`` frees them). After a parameter is changed in place or loaded,
+    neurons are refreshed at the next call. Changes that PyTorch does not count (``p.data.mul_(2)``, or any in place
+    under ``torch.inference_mode()``) are noticed by a sample of each parameter, on the CPU only: changes of all numbers
+    (PEFT merging an adapter) are seen, changes of a few rows are not. After such a change, call
+    ``torch._dynamo.reset()`` and compile again with new parameters (``model.load_state_dict(..., assign=True)``).
 
     Args:
         options: ``plan``: a :class:`Plan` or its folder (``my-sparse-model/pi2``: predictors in it are used);
@@ -59,9 +59,8 @@ def backend(
         mode: one of Inductor's modes, e.g. ``"max-autotune"``.
 
     Raises:
-        ConfigError: an option that does not exist, or a predictor is missing.
-        StaleArtifactError: the plan was made from other weights.
-        ArtifactError: from what was compiled, if neurons in a store cannot be read.
+        ConfigError: an option that does not exist, or a predictor is missing. StaleArtifactError: the plan was made
+            from other weights. ArtifactError: from what was compiled, if neurons in a store cannot be read.
     """
     plan, predictors = _read_options(options)
     sparse: list[SparseCall] = []

@@ -259,11 +259,9 @@ class Decoder:
     def prompt(self, ids_BT: torch.Tensor, known: int = 0) -> torch.Tensor:
         """Forget all sequences, read prompts (int64 ``[B, T]``) and return the next tokens ``[B, 1]``.
 
-        Args:
-            known: number of first tokens that the only sequence already has and that are not read again, for the next
-                question of a conversation. This is as lossless as chunks of a prompt are (tokens fed by steps keep the
-                bits of steps). The last 12 tokens are always read: fewer would take another path through layers with
-                int8 activations.
+        ``known``: number of first tokens that the only sequence already has and that are not read again, for the next
+        question of a conversation. This is as lossless as chunks of a prompt are (tokens fed by steps keep the bits of
+        steps). The last 12 tokens are always read: fewer would take another path through layers with int8 activations.
         """
         _check_ids(ids_BT, "prompt")
         check_vocabulary(self.model, ids_BT, "prompt")

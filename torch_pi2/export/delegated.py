@@ -8,8 +8,7 @@ The operators represent FFNs in a program before ExecuTorch lowers it, without w
   of ``x'`` meanwhile, and y = h + cold part. ``x'`` is a copy of ``x``, so that ``h`` depends on submit.
 * ``pi2::delegate_experts(x, model, layer, index, routing) -> y``: a mixture of experts without its router.
 
-``model`` is a name from :func:`registered`, within which the operators compute, as the reference of the delegate
-(csrc/bindings/executorch).
+Within :func:`registered`, which names ``model``, they compute: the reference of csrc/bindings/executorch.
 """
 
 from __future__ import annotations

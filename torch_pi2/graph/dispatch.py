@@ -133,11 +133,11 @@ class PredictedMaskMode(TorchDispatchMode):
     full.
 
     Args:
-        model: has the sites' parameters.
-        sites: all FFNs, including every expert of a module; those without an entry in ``predictors`` stay dense.
-        predictors: site key -> predictor; None: the layer only has a threshold.
-        cold: site key -> indices of its cold neurons; None: all are cold.
-        thresholds: site key -> cut on ``|act(gate)|`` of cold neurons, one or ``[I]``; None: 0 everywhere.
+        sites: all FFNs of ``model``, including every expert of a module; those without an entry in ``predictors`` stay
+            dense.
+        predictors: site key -> predictor; None: the layer only has a threshold. cold: site key -> indices of its cold
+            neurons; None: all are cold. thresholds: site key -> cut on ``|act(gate)|`` of cold neurons, one or ``[I]``;
+            None: 0 everywhere.
     """
 
     def __init__(

@@ -151,11 +151,9 @@ class Store:
 
     def resize(self, cache_bytes: int) -> None:
         """Change the size of the cache, at most to the size it was opened with; call it between two calls of its
-        layers.
-
-        Neurons that no longer fit are evicted by the policy, and their memory returns to the system. New space is empty
-        until :meth:`preload`. Results keep their bits. Raises ConfigError: an impossible size, or engine ``mmap``,
-        which has no cache. ArtifactError: the store has been closed.
+        layers. Neurons that no longer fit are evicted by the policy, and their memory returns to the system; new space
+        is empty until :meth:`preload`. Results keep their bits. Raises ConfigError: an impossible size, or engine
+        ``mmap``, which has no cache. ArtifactError: the store has been closed.
         """
         share = self._hot_share(cache_bytes)
         with explained(str(self.path)):
@@ -164,24 +162,15 @@ class Store:
         self.hot_share = share
 
     def arrange(self, resident: Sequence[int], cache_bytes: int | None = None) -> None:
-        """Pin the first ``resident[i]`` neurons of each layer i, the most frequent, in the cache; others may be
-        evicted.
-
-        In a layer with neurons computed elsewhere (:meth:`leave_out`), the neurons after those.
+        """Pin the first ``resident[i]`` neurons of each layer i, the most frequent (after those of :meth:`leave_out`),
+        in the cache of ``cache_bytes`` (None: as it is); others may be evicted.
 
         It returns at once if the cache keeps its size; otherwise it waits for the layer in progress, some milliseconds.
         Missing neurons are read in the background after reads that calls wait for, and on demand if that fails.
         ``stats()["arranging"]`` is 0 when all are there; ``stats()["fixed"]`` counts them. If they do not all fit, the
         most frequent of all layers are pinned. The next call replaces this one; :meth:`preload` fills the rest of the
         cache, and ``hot_share`` no longer applies. Results keep their bits. Any thread may call this at any time.
-
-        Args:
-            resident: number of neurons, for each layer of the store.
-            cache_bytes: new size of the cache, as in :meth:`resize`; None: unchanged.
-
-        Raises:
-            ConfigError: impossible numbers, or engine ``mmap``, which has no cache; nothing is changed.
-            ArtifactError: the store has been closed.
+        Raises as :meth:`resize`; nothing is changed then.
         """
         wanted = tuple(int(n) for n in resident)
         size = -1 if cache_bytes is None else int(cache_bytes)
@@ -404,10 +393,9 @@ class OffloadedFFN(InStore, SparseFFN):
         return part
 
     def announce(self, batch: int = 1) -> None:
-        """Let the layer before this one in the store read ahead for it (``OffloadConfig.lookahead``).
-
-        ``batch``: tokens of the coming calls, which decide how many neurons are hot. Without effect if the layer before
-        has another hidden size (a vision tower).
+        """Let the layer before this one in the store read ahead for it (``OffloadConfig.lookahead``), without effect if
+        that has another hidden size (a vision tower). ``batch``: tokens of the coming calls, which decide how many
+        neurons are hot.
         """
         self.announced = True
         sizes = self.store.layers()[max(0, self.store_layer - 1) : self.store_layer]

@@ -48,18 +48,11 @@ BATCH_SIZES = (1, 2, 4, 8, 16)
 class Watch:
     """Counts which neurons of a model's sparse layers fire, from :meth:`start` to :meth:`stop` or in a ``with`` block.
 
-    Each start begins at zero. Copies of a model that share a store are counted together. A neuron fires if its score
-    exceeds the threshold of the statistics that the model was made from, so the counts can be added to them; without
-    statistics, the threshold of its layer (0 except for method ``threshold``).
-
-    Args:
-        model: rewritten or loaded by torch_pi2, in memory or over a store. Calls after a
-            conversion (``model.to``) are not counted.
-        batch_sizes: ascending from 1 (every token alone) to 64 at most.
-
-    Raises:
-        ConfigError: a dense model, or (by ``start``) a layer that is already watched.
-        ArtifactError: (by ``start``) its store has been closed.
+    Each start begins at zero. Copies of a model that share a store are counted together; calls after a conversion
+    (``model.to``) are not. A neuron fires if its score exceeds the threshold of the statistics that the model was made
+    from, so the counts can be added to them; without statistics, the threshold of its layer (0 except for method
+    ``threshold``). ``batch_sizes``: ascending from 1 (every token alone) to 64 at most. Raises ConfigError: a dense
+    model, or (by ``start``) a layer that is already watched. ArtifactError: (by ``start``) its store has been closed.
     """
 
     def __init__(self, model: nn.Module, *, batch_sizes: Sequence[int] = BATCH_SIZES) -> None:

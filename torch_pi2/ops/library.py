@@ -1,15 +1,12 @@
 """Loads the C++ operators (``libpi2_torch.so``), and registers fake kernels and Autograd kernels that refuse gradients.
 
-Operators, all under ``torch.ops.pi2``:
+Operators, all under ``torch.ops.pi2``: those of ``operators.REFERENCES``, each with a readable reference of its name in
+this folder; ``gathered_experts`` (:mod:`torch_pi2.ops.gpu`); and without a reference those of
 
-* those of ``operators.REFERENCES``: each has a readable reference of its name in this folder.
-* ``gathered_experts``: ``experts_ffn`` on a GPU, see :mod:`torch_pi2.ops.gpu`.
-* ``store_open``, ``store_close``, ``store_layers``, ``store_preload``, ``store_describe``, ``store_stats``,
-  ``store_lookahead``, ``store_early_routing``, ``store_resize``, ``store_arrange``, ``store_leave_out``: neuron stores
-  by number, see :mod:`torch_pi2.layers.offloaded`.
-* ``store_record``, ``store_recorded``: recorded accesses, see :mod:`torch_pi2.observe.accesses`; ``replay``,
-  ``replay_check``: simulated caches over them, see :mod:`torch_pi2.observe.replay`.
-* ``device_times``: simulated read times of a storage device, see :mod:`torch_pi2.machine.device`.
+* neuron stores by number, ``store_*`` (:mod:`torch_pi2.layers.offloaded`); recorded accesses, ``store_record`` and
+  ``store_recorded`` (:mod:`torch_pi2.observe.accesses`), and caches over them, ``replay`` and ``replay_check``;
+* simulated devices, ``device_times`` (:mod:`torch_pi2.machine.device`); traces, ``trace_*``
+  (:mod:`torch_pi2.observe.trace`); counts of firing neurons, ``firing_*`` (:mod:`torch_pi2.observe.watch`);
 * ``crc32c(rows) -> int64 [n]``: of each row of uint8 ``[n, bytes]``.
 * ``plain_read(neuron_rows, index?) -> int``: reads memory and does nothing with it (benchmark roofline).
 * ``advise_huge_pages(tensor) -> bool``: asks for huge pages for memory that is not yet written.
@@ -17,12 +14,8 @@ Operators, all under ``torch.ops.pi2``:
   afterwards) and their bytes; 0 if the memory is shared or of a file.
 * ``timings(reset) -> int64 [n, 5]``: kind (0 linear, 1 predictor, 2 ffn), rows, columns, calls, nanoseconds of wall
   clock, since the last reset; at most 256 sizes, further ones together as kind 3.
-* ``trace_start(capacity) -> bool``, ``trace_stop() -> int64 [n, 7]``, ``trace_threads() -> int64 [n, 4]``: see
-  :mod:`torch_pi2.observe.trace`, which uses them.
-* ``firing_start``, ``firing_start_stored``, ``firing_read``, ``firing_tokens``, ``firing_stop``: counts of firing
-  neurons, see :mod:`torch_pi2.observe.watch`.
-* ``constants() -> str``, ``lists() -> str``, ``chunk_neurons(neurons) -> int``: see :mod:`torch_pi2.ops.constants`.
-* ``counters(reset) -> int64 [7]``, ``kernel_tables() -> str``, ``select_kernels(isa) -> bool``.
+* ``constants() -> str``, ``lists() -> str``, ``chunk_neurons(neurons) -> int`` (:mod:`torch_pi2.ops.constants`);
+  ``counters(reset) -> int64 [7]``, ``kernel_tables() -> str``, ``select_kernels(isa) -> bool``.
 """
 
 from __future__ import annotations

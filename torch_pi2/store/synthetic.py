@@ -1,23 +1,22 @@
 """Firing frequencies of a synthetic layer's neurons, and gate rows that produce them.
 
 **The law.** The neuron of rank u in (0, 1] fires for a share ``p(u) = min(0.95, c u^-s)`` of tokens: a few hot neurons
-and a long tail. ``c`` sets the mean. ``s`` is chosen so that 43 % of the neurons make 80 % of the activations, as
-measured in one ReGLU block of LLaMA2-70B (PowerInfer, arXiv 2312.12456).
+and a long tail. ``c`` sets the mean; ``s`` makes 43 % of the neurons give 80 % of the activations, as measured in one
+ReGLU block of LLaMA2-70B (PowerInfer, arXiv 2312.12456).
 
 **The mechanism.** A token's normalised input is ``x = (d + n) / sqrt(2)``: d a fixed vector of +-1, n standard normal
 and different for every token. A gate row is ``w = beta d / H + g`` with ``|g| = 1`` orthogonal to d, so that ``sqrt(2)
 w x`` is normal with mean beta and deviation 1, and ``beta = Phi^-1(p)`` makes it positive for a share p of tokens.
 
-**Locality.** Text stays with a topic for a while, and so do the neurons that fire. Ids are grouped into topics of
-``TOPIC_IDS``, whose embeddings share part of their noise: ``n = sqrt(c) n_topic + sqrt(1 - c) n_id``. With c =
-``LOCALITY`` and ``TOPIC_TOKENS`` tokens per topic on average, in a layer with 10 % active neurons, each token needs 2.4
-% that none of the five previous tokens needed, which together needed 25 %; "LLM in a flash" (arXiv 2312.11514) measured
-2.4 % and 24 % for OPT-6.7B. A FIFO cache of half the neurons then holds 94 % of the needed ones (PowerInfer-2, arXiv
-2406.06282, reports 95 % for its cache). No model in ``examples/`` is large enough to measure this.
+**Locality.** Ids are grouped into topics of ``TOPIC_IDS``, whose embeddings share part of their noise: ``n = sqrt(c)
+n_topic + sqrt(1 - c) n_id``. With c = ``LOCALITY`` and ``TOPIC_TOKENS`` tokens per topic on average, in a layer with 10
+% active neurons, each token needs 2.4 % that none of the five previous tokens needed, which together needed 25 %; "LLM
+in a flash" (arXiv 2312.11514) measured 2.4 % and 24 % for OPT-6.7B. A FIFO cache of half the neurons then holds 94 % of
+the needed ones (PowerInfer-2, arXiv 2406.06282, reports 95 %).
 
 **The predictor.** ``g = sqrt(1 - rho^2) U V + rho e``: V ``[r, H]`` is shared by the layer's neurons, and e is
-invisible to a predictor of rank r. The predictor has a relu after its first matrix. A constant of 3 deviations lifts
-values above zero there, and the bias subtracts it again.
+invisible to a predictor of rank r. A constant of 3 deviations lifts values above zero before the predictor's relu, and
+the bias subtracts it again.
 """
 
 from __future__ import annotations
