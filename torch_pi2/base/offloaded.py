@@ -1,11 +1,9 @@
 """Parameters whose values are in a sparse layer, and the modules that hold such parameters.
 
-An optimised model keeps its modules. The values of an FFN's parameters move into its sparse layer; the parameters stay
-registered, the same objects under the same names, as :class:`OffloadedParameter`. Shape, dtype, device and
-``requires_grad`` can be read, and they are counted. Reading or writing their values raises ConfigError by name. So does
-replacing a parameter (``linear.weight = ...``, ``torch.func.functional_call``) or a module that no longer runs (PEFT's
-adapters): stale weights are never read.
-
+An optimised model keeps its modules and the same parameter objects under the same names, as
+:class:`OffloadedParameter`, of which shape, dtype, device and ``requires_grad`` can be read. Reading or writing their
+values raises ConfigError by name. So does replacing a parameter (``linear.weight = ...``,
+``torch.func.functional_call``) or a module that no longer runs (PEFT's adapters): stale weights are never read.
 ``state_dict``, ``load_state_dict``, ``model.to(dtype)``, copies and pickles of the model work, since modules get the
 values from the sparse layer. :func:`torch_pi2.restore` undoes everything, bit for bit.
 """

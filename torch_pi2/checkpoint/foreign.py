@@ -34,12 +34,10 @@ _DAMAGED = "Get the checkpoint again."
 
 
 class Format(NamedTuple):
-    """How a checkpoint stores its matrices.
-
-    Attributes:
-        method: ``gptq``, ``awq``, ``compressed-tensors`` or ``torchao``. bits: bits per integer.
-        group: columns per scale; 0: one scale per row, or not stated. less: zero points are stored less this number.
-        reordered: columns may be permuted, as their tensors say. shifted: zero points are required.
+    """How a checkpoint stores its matrices. ``method``: ``gptq``, ``awq``, ``compressed-tensors`` or ``torchao``.
+    ``bits``: per integer. ``group``: columns per scale; 0: one scale per row, or not stated. ``less``: zero points are
+    stored less this number. ``reordered``: columns may be permuted, as their tensors say. ``shifted``: zero points are
+    required.
     """
 
     method: str

@@ -41,12 +41,11 @@ def packed_sdpa(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface. ``query [B, N, T, D]``, ``key``, ``value [B, K, L, D]`` -> ``[B, T, N, D]``.
-
-    It calls ``torch.ops.pi2.attention``, with a boolean mask for all heads or none. Everything else (dropout, caps,
-    biases, paged caches, masks that are added or differ by head, values of another width than keys, gradients, GPUs)
-    goes to transformers' ``sdpa``, or to the operator's reference with sinks, which ``sdpa`` lacks. Raises ConfigError:
-    sinks (``s_aux``) with an argument that the reference does not support.
+    """transformers' attention interface: ``query [B, N, T, D]``, ``key``, ``value [B, K, L, D]`` -> ``[B, T, N, D]`` by
+    ``torch.ops.pi2.attention``, with a boolean mask for all heads or none. Everything else (dropout, caps, biases,
+    paged caches, masks that are added or differ by head, values of another width than keys, gradients, GPUs) goes to
+    transformers' ``sdpa``, or to the operator's reference with sinks, which ``sdpa`` lacks. Raises ConfigError: sinks
+    (``s_aux``) with an argument that the reference does not support.
     """
     mask = attention_mask
     plain = not kwargs.get("dropout") and all(kwargs.get(name) is None for name in _NOT_OURS)

@@ -199,10 +199,10 @@ class GraphRunner:
     makes the same calls the recorded calls. The first step after :meth:`begin`, and every 64th, is compared again.
 
     Args:
-        may_record: called before each recording; False if hooks have to see every step.
-        recording: entered while a step is recorded or compared.
-        same: whether the model and its code are as they were. Called after a recorded step; before it, it may refer
-            to the state of the model then.
+        may_record: called before each recording; False if hooks have to see every step. recording: entered while a step
+            is recorded or compared.
+        same: whether the model and its code are as they were. Called after a recorded step; before it, it may refer to
+            the state of the model then.
         may_repeat: whether ``forward`` may repeat a step whose recorded calls fail: unless other processes would not,
             or the calls have changed recurrent states.
     """

@@ -23,13 +23,9 @@ from torch_pi2.store.trust import tokenizer_of
 
 @dataclass(frozen=True)
 class LossReport:
-    """Loss of a model on a text.
-
-    Attributes:
-        nats_per_token: mean negative log likelihood of the scored tokens.
-        bits_per_byte: the same likelihood in bits, over the UTF-8 bytes of exactly those tokens.
-        perplexity: ``exp(nats_per_token)``; depends on the tokenizer.
-        tokens, bytes: number of scored tokens, and their UTF-8 bytes in the text.
+    """Loss of a model on a text, over ``tokens`` scored ones: mean negative log likelihood in nats; the same in bits
+    over the UTF-8 ``bytes`` of exactly those tokens; and ``perplexity``, ``exp(nats_per_token)``, which depends on the
+    tokenizer.
     """
 
     nats_per_token: float
@@ -87,14 +83,9 @@ def _summed_nats(model: nn.Module, batches: Iterable[torch.Tensor], context: int
 
 
 def nats_per_token(model: nn.Module, batches: Iterable[torch.Tensor]) -> float:
-    """Mean negative log likelihood, in nats, of every token but the first of each row.
-
-    Args:
-        model: a Hugging Face causal model, or a module that maps ``[B, T]`` ids to ``[B, T, V]`` logits.
-        batches: int64 ``[B, T]`` with ``T >= 2``; no padding.
-
-    Raises:
-        NonFiniteError: the loss is NaN or infinite.
+    """Mean negative log likelihood, in nats, of every token but the first of each row of ``batches``, int64 ``[B, T]``
+    with ``T >= 2`` and without padding. ``model``: a Hugging Face causal model, or a module that maps ids ``[B, T]`` to
+    logits ``[B, T, V]``. Raises NonFiniteError: the loss is NaN or infinite.
     """
     total, count = _summed_nats(model, batches)
     return total / count

@@ -99,14 +99,13 @@ def time_decode(
     rounds: int = 5,
     ffn_modules: Iterable[str] = (),
 ) -> list[DecodeTiming]:
-    """Decoding speed of each of ``models``, in alternating rounds.
+    """Decoding speed of each of ``models`` (of transformers, optimised or not, or decoders of them), in alternating
+    rounds.
 
     Args:
-        models: of transformers, optimised or not, or decoders of them.
-        input_ids: int64 ``[B, T]`` prompt, processed before the clock starts.
-        new_tokens: decoding steps per round.
-        warmup, rounds: rounds that are discarded, and rounds whose median is reported.
-        ffn_modules: fully-qualified names of the feed-forward modules (:func:`ffn_modules`).
+        input_ids: int64 ``[B, T]`` prompt, processed before the clock starts. new_tokens: decoding steps per round.
+            warmup, rounds: rounds that are discarded, and rounds whose median is reported. ffn_modules: fully-qualified
+            names of the feed-forward modules (:func:`ffn_modules`).
     """
     names = list(ffn_modules)
     timings: list[list[tuple[float, float]]] = [[] for _ in models]

@@ -12,15 +12,10 @@ from torch_pi2.observe import counters
 
 @dataclass
 class Work:
-    """Counted in (token, neuron) pairs over all sparse FFNs.
-
-    Attributes:
-        neurons: pairs that a dense model would compute.
-        gate_rows: pairs whose first matrix row was used (gate, or up in a plain FFN).
-        up_rows: pairs whose up row in a gated FFN was used; down_rows: pairs whose down column was used.
-        dense_rows: matrix rows that a dense model would use.
-
-    The shares are None if no sparse FFN ran.
+    """Counted in (token, neuron) pairs over all sparse FFNs; shares are None if none ran. ``neurons``: pairs that a
+    dense model would compute. ``gate_rows``, ``up_rows``, ``down_rows``: pairs whose first matrix row (gate, or up in a
+    plain FFN), up row in a gated FFN and down column were used. ``dense_rows``: matrix rows that a dense model would
+    use.
     """
 
     neurons: int = 0

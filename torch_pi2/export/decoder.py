@@ -240,16 +240,10 @@ _TOLERANCE, _ROUGH_TOLERANCE = 1e-3, 2e-2
 
 
 def check_traced(lanes: Lanes, programs: Programs, *, max_prompt: int, smooth: bool, decode: bool) -> None:
-    """Compare ``programs`` with the model of ``lanes``, whose layers have to be those of ``forward``.
-
-    Args:
-        max_prompt: tokens per call of ``forward``. smooth: small differences stay small: no rounded activations,
-            predictors or thresholds.
-        decode: whether decoding can run here; not if it was compiled for an accelerator.
-
-    Raises:
-        ConfigError: they agree only up to a length; the message has it, as the largest valid ``max_tokens``.
-        UnsupportedModelError: they do not agree.
+    """Compare ``programs`` with the model of ``lanes``, whose layers have to be those of ``forward`` (``max_prompt``
+    tokens per call). ``smooth``: small differences stay small: no rounded activations, predictors or thresholds.
+    ``decode``: decoding can run here, as it was not compiled for an accelerator. Raises ConfigError: they agree only up
+    to a length, which the message has as the largest valid ``max_tokens``. UnsupportedModelError: they do not agree.
     """
     traced = _Traced(lanes, programs, max_prompt, decode)
     tolerance = _TOLERANCE if smooth else _ROUGH_TOLERANCE

@@ -177,14 +177,13 @@ _HEAD = 64
 
 
 def describe_program(path: str | Path) -> dict[str, Any]:
-    """The contents of the program at ``path``, without reading its weights.
-
-    ExecuTorch has no public Python function for this; its internal reader parses the flatbuffer before the weights.
+    """The contents of the program at ``path``, without reading its weights, by ExecuTorch's internal reader: it has no
+    public one in Python.
 
     Returns:
         ``methods``: name -> ``delegates`` (backend -> calls) and ``operators`` (CPU kernel -> calls). ``bytes``:
-        ``program`` (graphs), ``constants``, ``mutable`` (initial values), ``delegates`` (backend -> bytes of its blobs;
-        shared ones count once), ``named`` (weights of delegates by name), and ``padding``.
+            ``program`` (graphs), ``constants``, ``mutable`` (initial values), ``delegates`` (backend -> bytes of its
+            blobs; shared ones count once), ``named`` (weights of delegates by name), and ``padding``.
 
     Raises:
         LibraryMissingError: ExecuTorch is not installed. ArtifactError: the file is missing, cut, or no program.

@@ -57,13 +57,11 @@ class _Seen:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """How a decoder calls the attention of one layer.
-
-    Attributes:
-        layer: its index. cache: name of the cache argument. name: the module's name in the decoder.
-        module: transformers' attention. window: as in ``cached_attention``. settings: arguments that are no tensors.
-        widths: of hidden states and of each tensor in ``position_embeddings``. lane_shape: key heads, tokens and head
-            size of a lane of the cache. dtype: of cached keys and values as inputs. outputs: of the module.
+    """How a decoder calls the attention of one layer: ``module`` of transformers, called ``name`` in the decoder, of
+    ``layer``. ``cache``: name of the cache argument. ``window``: as in ``cached_attention``. ``settings``: arguments
+    that are no tensors. ``widths``: of hidden states and of each tensor in ``position_embeddings``. ``lane_shape``: key
+    heads, tokens and head size of a lane of the cache. ``dtype``: of cached keys and values as inputs. ``outputs``: of
+    the module.
     """
 
     layer: int

@@ -133,14 +133,11 @@ class Blob:
 
 @dataclass(frozen=True)
 class StoreFacts:
-    """Facts about a written store, for blobs and the manifest.
-
-    Attributes:
-        name, file_bytes: of the file. header_crc: CRC32C of the safetensors length and header.
-        model_hash: 32 bytes. places: per call, tensor -> (file offset, bytes, CRC32C). first: per call, its layer in
-            the store; of a mixture that of the first expert.
-        ffn_bytes: of all neurons, without padding of slots. neuron_bytes: of a neuron of each layer, with padding.
-        predictor_bytes: of tensors that stay in memory.
+    """Facts about a written store, for blobs and the manifest. ``header_crc``: CRC32C of the safetensors length and
+    header. ``model_hash``: 32 bytes. ``places``: per call, tensor -> (file offset, bytes, CRC32C); ``first``: per call,
+    its layer in the store; of a mixture that of the first expert. ``ffn_bytes``: of all neurons, without padding of
+    slots; ``neuron_bytes``: of a neuron of each layer, with padding. ``predictor_bytes``: of tensors that stay in
+    memory.
     """
 
     name: str

@@ -62,20 +62,15 @@ def calibrated_rows(
     *,
     progress: bool = False,
 ) -> dict[str, str]:
-    """Pass the rows of ``sites`` (:func:`neuron_key`) and ``linears`` (``NAME.weight``) to ``keep``, by key.
+    """Pass the rows of ``sites`` (:func:`neuron_key`) and ``linears`` (names of modules; ``NAME.weight``) to ``keep``,
+    by key; returns key -> reason of matrices that cannot be calibrated.
 
-    The model does not change. Sequences whose activations would take more than 2 GiB are left out, with a warning. A
-    module that is called more than once is quantised for the inputs of its first call.
-
-    Args:
-        data: batches of token ids. linears: names of modules. weights: ``int4`` or ``int8``.
-
-    Returns:
-        Key -> reason, for matrices that cannot be calibrated and were not passed to ``keep``.
+    The model does not change. Sequences of ``data`` whose activations would take more than 2 GiB are left out, with a
+    warning. A module that is called more than once is quantised for the inputs of its first call.
 
     Raises:
         CalibrationError: batches without token ids. NonFiniteError: inputs of a layer with NaN or infinity.
-        UnsupportedModelError: the model mixes the sequences of a batch.
+            UnsupportedModelError: the model mixes the sequences of a batch.
     """
     slices, uncalibrated = _slices(model, sites, linears)
     experts = modules_of(sites)

@@ -27,21 +27,12 @@ P = TypeVar("P", bound=Predictor)
 def train_matrices(
     samples: Samples, *, rank: int, neurons: torch.Tensor | None = None, steps: int = 800, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Fit ``b relu(a x) + bias`` to which neurons fire.
+    """Fit ``b relu(a x) + bias`` to which neurons fire; returns a ``[r, H]``, b ``[I, r]`` and bias ``[I]``, float32.
 
     Loss: binary cross-entropy with Deja Vu's element weights, 1 where a neuron fires and ``w = mean(fired) + 0.005``
     elsewhere, so that a miss costs more than a false alarm. AdamW, warm-up and cosine, deterministic for a seed and
-    thread count.
-
-    Args:
-        rank: r. steps: of the optimiser; batches are drawn by epoch without replacement.
-        neurons: int64 indices to fit (the cold ones); all others are always predicted active. None: all.
-
-    Returns:
-        a ``[r, H]``, b ``[I, r]`` and bias ``[I]``, float32.
-
-    Raises:
-        CalibrationError: fewer than ``MIN_SAMPLES`` tokens.
+    thread count; batches are drawn by epoch without replacement. ``neurons``: int64 indices to fit (the cold ones;
+    None: all); all others are always predicted active. Raises CalibrationError: fewer than ``MIN_SAMPLES`` tokens.
     """
     if len(samples) < MIN_SAMPLES:
         fix = "Collect more tokens; 20000 are a good start."

@@ -56,16 +56,13 @@ def capture(
 
     The model runs in eval mode without gradients; its mode, the random state and the user's compiled code are
     preserved. Only after graph breaks is ``torch._dynamo.reset()`` called, to drop what the capture left on other code
-    objects.
-
-    Args:
-        on_meta: the whole model is on ``meta``; only shapes are computed, without caches, which transformers cannot
-            make there.
+    objects. ``on_meta``: the whole model is on ``meta``; only shapes are computed, without caches, which transformers
+    cannot make there.
 
     Raises:
-        DeviceError: parameters on ``meta``, without ``on_meta``.
-        CalibrationError: no inputs given and none can be guessed, or the model refuses those given.
-        UnsupportedModelError: Dynamo cannot capture the model; the message has its reason.
+        DeviceError: parameters on ``meta``, without ``on_meta``. CalibrationError: no inputs given and none can be
+            guessed, or the model refuses those given. UnsupportedModelError: Dynamo cannot capture the model; the
+            message has its reason.
     """
     valueless = [] if on_meta else [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if valueless:

@@ -38,13 +38,10 @@ def make_quantized_rows(
     importance: torch.Tensor | None = None,
     given: Mapping[str, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, float]:
-    """As :func:`make_rows`, quantised: uint8 ``[I, R, row_bytes(H)]``; and the relative error of all weights.
-
-    Args:
-        kind: ``int4`` or ``int8``.
-        importance: ``[H]`` float32, weight of the squared error in a column of gate and up (mean square of their
-            input). A down column multiplies a single number, so its errors count equally.
-        given: role -> rows ``[I, row_bytes(H)]`` in the model's order, used as they are.
+    """As :func:`make_rows`, quantised to ``int4`` or ``int8``: uint8 ``[I, R, row_bytes(H)]``; and the relative error
+    of all weights. ``importance``: ``[H]`` float32, weight of the squared error in a column of gate and up (mean square
+    of their input); a down column multiplies a single number, so its errors count equally. ``given``: role -> rows
+    ``[I, row_bytes(H)]`` in the model's order, used as they are.
     """
     refs = [("gate", weights.gate, site.gate), ("up", weights.up, site.up), ("down", weights.down.T, site.down)]
     rows = [(role, w, ref) for role, w, ref in refs if w is not None and ref is not None]

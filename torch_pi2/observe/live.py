@@ -23,13 +23,10 @@ PARTS = ("linear", "head", "predictor", "ffn", "wait", "rest")
 class Firing:
     """Counts firing neurons from :meth:`start` to :meth:`stop`; costs nothing otherwise.
 
-    Attributes:
-        layers: in order of execution; none if the model computes all neurons. The experts of a module are one layer.
-            ``key``: name of the module; ``neurons``: of all its experts; ``experts``: their number (0: no mixture);
-            ``chosen``: share of the experts that a token is routed to; ``method``: how cold neurons are chosen.
-
-    Raises:
-        ConfigError, ArtifactError: (by :meth:`start`) see :class:`~torch_pi2.observe.watch.Watch`.
+    ``layers``: in order of execution; none if the model computes all neurons. The experts of a module are one layer:
+    ``key``, the name of the module; ``neurons`` of all its experts; ``experts``, their number (0: no mixture);
+    ``chosen``, the share of the experts that a token is routed to; ``method``, how cold neurons are chosen.
+    :meth:`start` raises as :class:`~torch_pi2.observe.watch.Watch`.
     """
 
     def __init__(self, model: nn.Module) -> None:

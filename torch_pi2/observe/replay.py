@@ -48,16 +48,10 @@ def replay(
     preload: bool | None = None,
     window: int | None = None,
 ) -> Replayed:
-    """Replay ``accesses`` with a cache of ``slots`` slots.
-
-    Args:
-        policy: one of the core's, or ``optimal``.
-        hot_share, preload, window: as in :class:`~torch_pi2.OffloadConfig`; None: as in the run. The optimum uses
-            ``preload`` only. Neurons that the run kept resident (:meth:`~torch_pi2.layers.offloaded.Store.arrange`)
-            stay resident unless ``hot_share`` is given.
-
-    Raises:
-        ConfigError: an unknown policy, or sizes out of range.
+    """Replay ``accesses`` with a cache of ``slots`` slots and ``policy``, one of the core's, or ``optimal``.
+    ``hot_share``, ``preload``, ``window``: as in :class:`~torch_pi2.OffloadConfig`; None: as in the run. The optimum
+    uses ``preload`` only. Neurons that the run kept resident (:meth:`~torch_pi2.layers.offloaded.Store.arrange`) stay
+    resident unless ``hot_share`` is given. Raises ConfigError: an unknown policy, or sizes out of range.
     """
     run = accesses.run
     resident = run.get("resident") if hot_share is None else None

@@ -49,13 +49,10 @@ def step_ms(
     cache_bytes: int | None = None,
     offload: OffloadConfig = _DEFAULT,
 ) -> dict[str, float]:
-    """Milliseconds of a decoding step, by ``PARTS``, for ``batch`` sequences of ``context`` tokens each.
-
-    Args:
-        hot: neurons per layer that are computed without a predictor.
-        accelerator: how many of them an accelerator computes; empty: it is unused.
-        resident: neurons per layer, after the accelerator's, that never leave the cache; empty: none.
-        cache_bytes: size of the store's neuron cache; None: all neurons are in memory.
+    """Milliseconds of a decoding step, by ``PARTS``, for ``batch`` sequences of ``context`` tokens each. By layer,
+    ``hot``: neurons that are computed without a predictor; ``accelerator``: how many of them an accelerator computes
+    (empty: unused); ``resident``: neurons after these that never leave the cache (empty: none). ``cache_bytes``: size
+    of the store's neuron cache; None: all neurons are in memory.
     """
     if not accelerator:
         hardware = without_gpu(hardware)

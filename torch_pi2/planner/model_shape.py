@@ -156,13 +156,9 @@ class LayerShape:
 
 @dataclass(frozen=True, eq=False)
 class ModelShape:
-    """A whole model.
-
-    Attributes:
-        layers: in plan order. hidden: of the residual stream.
-        head_bytes, head_kernel: of the output projection.
-        fixed_bytes: everything but predictors, the KV cache and neurons.
-        activations: of a prompt, see :func:`torch_pi2.decode.budget.activation_sizes`.
+    """A whole model: its ``layers`` in plan order, and the size ``hidden`` of the residual stream. ``head_bytes``,
+    ``head_kernel``: of the output projection. ``fixed_bytes``: everything but predictors, the KV cache and neurons.
+    ``activations``: of a prompt, see :func:`torch_pi2.decode.budget.activation_sizes`.
     """
 
     layers: tuple[LayerShape, ...]

@@ -26,13 +26,9 @@ ALWAYS = 1e30
 
 
 class LowRank:
-    """Two small int8 matrices that predict which neurons fire; the format of older files.
-
-    Attributes:
-        a: ``[r, H]`` int8, a_scale ``[r]`` float32; b: ``[I, r]`` int8, b_scale ``[I]``, bias ``[I]`` float32.
-        threshold: a neuron is predicted active iff its score >= threshold (set by ``calibrate``).
-        card: measured quality, or None before calibration.
-        weights: format of the matrices.
+    """Two small int8 matrices that predict which neurons fire (score >= ``threshold``, set by ``calibrate``); the
+    format of older files. ``a``: ``[r, H]`` int8, ``a_scale [r]`` float32; ``b``: ``[I, r]`` int8, ``b_scale [I]``,
+    ``bias [I]`` float32. ``card``: measured quality, or None before calibration.
     """
 
     kind = Method.LOWRANK.value
@@ -172,12 +168,10 @@ def _check_tensors(tensors: Mapping[str, torch.Tensor], wanted: _Table, expected
 
 
 class LowRankRows(LowRank):
-    """As :class:`LowRank`, in rows with a scale per group of 32. Fits make int4, at half the bytes of int8.
-
-    Attributes:
-        a: uint8 ``[r, row_bytes(H)]``, b: uint8 ``[I, row_bytes(r)]``, bias: float32 ``[I]``.
-        weights: ``int4`` or ``int8``. hidden: H. (``a_scale`` and ``b_scale`` are empty: rows carry their scales.)
-        int8_activations: :meth:`scores` rounds its inputs to int8, as the layer will. Not stored.
+    """As :class:`LowRank`, in rows ``int4`` or ``int8`` with a scale per group of 32: ``a`` uint8 ``[r,
+    row_bytes(H)]``, ``b`` uint8 ``[I, row_bytes(r)]``, ``bias`` float32 ``[I]``; ``a_scale`` and ``b_scale`` are empty.
+    Fits make int4, at half the bytes of int8. ``hidden``: H. ``int8_activations``: :meth:`scores` rounds its inputs to
+    int8, as the layer will; not stored.
     """
 
     int8_activations = False

@@ -156,20 +156,17 @@ def collect_samples(
     folder: Path | None = None,
     progress: bool = True,
 ) -> Mapping[str, Samples]:
-    """A uniform sample of at most ``n_tokens`` real tokens per site, the same tokens for all sites.
+    """A uniform sample (a reservoir's) of at most ``n_tokens`` real tokens per site, the same tokens for all sites
+    (fewer for experts, which get few of all): site key -> :class:`Samples`, in random order.
 
     Args:
-        model, data, tokenizer, batch_size, seq_len: see :func:`torch_pi2.profiling.run.profile`.
-        n_tokens: fewer for experts, which get few of all tokens.
-        thresholds: a neuron fires iff its score exceeds this (0: exact; one for all neurons of a site, or ``[I]``).
-        folder: for the samples; a complete folder is returned unchanged. None: in memory.
-
-    Returns:
-        site key -> :class:`Samples`, in random order (a reservoir's).
+        model, data, tokenizer, batch_size, seq_len: see :func:`torch_pi2.profiling.run.profile`. thresholds: a neuron
+            fires iff its score exceeds this (0: exact; one for all neurons of a site, or ``[I]``). folder: for the
+            samples; a complete folder is returned unchanged. None: in memory.
 
     Raises:
-        ConfigError: ``n_tokens`` below 1.
-        ArtifactError: ``folder`` is on a full disk. CalibrationError and others: as ``profile``.
+        ConfigError: ``n_tokens`` below 1. ArtifactError: ``folder`` is on a full disk. CalibrationError and others: as
+            ``profile``.
     """
     if folder is not None and (folder / _INDEX).exists():
         return SampleFiles(folder)

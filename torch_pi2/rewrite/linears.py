@@ -155,15 +155,10 @@ def check_linears(linears: Mapping[str, nn.Linear], weights: str, storage: Stora
 def quantize_linears(
     model: nn.Module, linears: dict[str, nn.Linear], storage: Storage, *, progress: bool = False
 ) -> dict[str, LayerError]:
-    """Replace ``linears`` in ``model`` (the dict is emptied) and free their memory; returns their errors.
-
-    All rows are made before the first layer is replaced, and float weights are freed last: after an error ``model`` is
-    unchanged. Until then the rows take a quarter to a half of the float weights' memory.
-
-    An output layer tied to the embedding gets its own rows; the embedding stays float, and the configuration no longer
-    ties the two.
-
-    Raises: as :func:`check_linears`.
+    """Replace ``linears`` in ``model`` (the dict is emptied) and free their memory; returns their errors. All rows are
+    made before the first layer is replaced, and float weights are freed last: after an error (:func:`check_linears`)
+    ``model`` is unchanged. Until then the rows take a quarter to a half of the float weights' memory. An output layer
+    tied to the embedding gets its own rows; the embedding stays float, and the configuration no longer ties the two.
     """
     errors: dict[str, LayerError] = {}
     made: dict[str, QuantLinear] = {}

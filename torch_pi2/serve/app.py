@@ -167,11 +167,8 @@ class _Collector:
 
 def application(models: Mapping[str, ServedModel], *, api_key: str | None = None) -> FastAPI:
     """``/v1/models``, ``/v1/completions``, ``/v1/chat/completions``, ``/v1/live``, ``/health``, ``/metrics``; ``/``.
-
-    Args:
-        models: by name. api_key: bearer token for everything except ``/health`` and the page's files; None: none.
-
-    ``app.state.models`` is ``models``, and ``app.state.live`` their :class:`~torch_pi2.serve.live.Live` by name.
+    ``models``: by name, also ``app.state.models``, with ``app.state.live``: their :class:`~torch_pi2.serve.live.Live`.
+    ``api_key``: bearer token for everything except ``/health`` and the page's files; None: none.
     """
     app = FastAPI(title="torch_pi2", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(AccessCheck, api_key=api_key)

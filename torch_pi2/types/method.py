@@ -40,14 +40,11 @@ LOSSY = tuple(method.value for method in Method if method.lossy)
 
 @dataclass
 class PredictorCard:
-    """Measured on held-out calibration tokens, never on those used for fitting.
-
-    Attributes:
-        recall: share of firing (token, neuron) pairs predicted active. precision: share of predicted pairs that fire.
-        predicted_active: mean share of neurons predicted active per token.
-        bytes: size in storage. cost_share: multiply-adds of the predictor over those of the dense FFN.
-        rank: hidden size of a low-rank predictor, 0 for others.
-        mass_recall: recall weighted by each neuron's contribution to the output (``|h| * ||down column||``), or None.
+    """Measured on held-out calibration tokens, never on those used for fitting. ``recall``: share of firing (token,
+    neuron) pairs predicted active; ``mass_recall``: weighted by each neuron's contribution to the output (``|h| *
+    ||down column||``), or None. ``precision``: share of predicted pairs that fire. ``predicted_active``: mean share of
+    neurons predicted active per token. ``bytes``: size in storage. ``cost_share``: multiply-adds of the predictor over
+    those of the dense FFN. ``rank``: of a low-rank predictor, else 0.
     """
 
     recall: float

@@ -24,12 +24,9 @@ _FIX = "Remove it, or make the folder again; docs/FORMATS.md has its format."
 
 @dataclass(frozen=True)
 class Speed:
-    """Decoding speed in tokens per second: medians of alternating rounds.
-
-    Attributes:
-        sparse, dense: tokens per second; ``dense`` None: there was no dense model to run.
-        ratio, ratio_low, ratio_high: sparse over dense: of the medians, and the lowest and highest of a round.
-        how: the workload, in words.
+    """Decoding speed in tokens per second: medians of alternating rounds. ``dense`` None: there was no dense model to
+    run. ``ratio``: sparse over dense; of the medians, and the lowest and highest of a round. ``how``: the workload, in
+    words.
     """
 
     sparse: float = limited(above=True)

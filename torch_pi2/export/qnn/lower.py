@@ -41,14 +41,10 @@ _PROCESS, _TIMES = 1 << 30, 6
 
 @dataclass(frozen=True)
 class Lowered:
-    """Compiled parts of a decoder.
-
-    Attributes:
-        modules: graph -> name -> module: a call of ExecuTorch's QNN delegate for ``torch.export``; in PyTorch it
-            computes in the compiled precision.
-        quantized: name -> the compiled part in PyTorch.
-        report: name -> bytes, groups of weights, quantisation error, and by graph input shapes and the compiler's DDR
-            bytes per call. about: versions.
+    """Compiled parts of a decoder. ``modules``: graph -> name -> module: a call of ExecuTorch's QNN delegate for
+    ``torch.export``; in PyTorch it computes in the compiled precision. ``quantized``: name -> the compiled part in
+    PyTorch. ``report``: name -> bytes, groups of weights, quantisation error, and by graph input shapes and the
+    compiler's DDR bytes per call. ``about``: versions.
     """
 
     modules: dict[str, dict[str, nn.Module]]
@@ -93,18 +89,13 @@ def lower_hot(
     """Quantise and compile the hot part of each layer, ``layer0`` and so on.
 
     ``modules`` map x ``[*shape, H]`` to the same shape; ``quantized`` map x ``[T, H]`` to a tuple of the sums of the
-    first 1, 2, ... chunks.
-
-    Args:
-        hot: of each layer, float32, consumed one at a time.
-        samples: calibration inputs of each layer ``[..., H]``; None with fp16.
-        graphs: by method; ExecuTorch finds a graph by its method's name.
-        progress: show a bar.
+    first 1, 2, ... chunks. ``hot``: of each layer, float32, consumed one at a time. ``samples``: calibration inputs of
+    each layer ``[..., H]``; None with fp16. ``graphs``: by method; ExecuTorch finds a graph by its method's name.
 
     Raises:
-        ConfigError: unsupported SoC. LibraryMissingError, VersionError: see :func:`check`.
-        NonFiniteError: see :func:`~torch_pi2.export.qnn.quantize.hot_part`.
-        CompileError: the compiler refused a layer, crashed, or timed out.
+        ConfigError: unsupported SoC. LibraryMissingError, VersionError: see :func:`check`. NonFiniteError: see
+            :func:`~torch_pi2.export.qnn.quantize.hot_part`. CompileError: the compiler refused a layer, crashed, or
+            timed out.
     """
 
     def parts() -> Iterator[tuple[str, torch.export.ExportedProgram, PartInputs]]:
