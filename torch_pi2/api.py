@@ -36,7 +36,7 @@ from torch_pi2.graph.find import Found, named, search
 from torch_pi2.machine.find import find_hardware
 from torch_pi2.machine.hardware import Hardware
 from torch_pi2.ops import load as load_library
-from torch_pi2.ops.activations import cuts, exact_zeros
+from torch_pi2.ops.activations import exact_zeros, of_all
 from torch_pi2.planner.for_machine import plan_for, plannable_gpu_bytes
 from torch_pi2.planner.hot_neurons import greedy_plan, hot_cut, plan_without_data
 from torch_pi2.predict import AnyPredictor, check_all_known
@@ -225,7 +225,7 @@ def _fit(
     work: Path | None = None,
 ) -> FittedPredictors:
     cold = {s.key: cold_neurons(stats, s.key, hot_cut(s, stats[s.key], config)) for s in sites}
-    cold |= {s.key: torch.empty(0, dtype=torch.int64) for s in sites if cuts(s.activation)}  # cuts need all gates
+    cold |= {s.key: torch.empty(0, dtype=torch.int64) for s in sites if of_all(s.activation)}
     if config.method == "auto":
         # one training per expert would be needed; the router already skips most neurons
         cold |= {s.key: torch.empty(0, dtype=torch.int64) for s in sites if s.experts is not None}

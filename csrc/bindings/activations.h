@@ -11,8 +11,8 @@
 
 namespace pi2::binding {
 
-// Parses a name, or name[in=1.702,out=0.5,limit=7,plus=1,sigmas=1.6,second=1] with some of these. Returns whether it is
-// valid.
+// Parses a name, or name[in=1.702,out=0.5,limit=7,plus=1,sigmas=1.6,second=1,rms=1e-5] with some of these. Returns
+// whether it is valid.
 inline bool read_activation(const std::string& text, Activation* activation, Shaping* shaping) {
   const std::size_t open = text.find('[');
   const std::string name = text.substr(0, open);
@@ -45,12 +45,14 @@ inline bool read_activation(const std::string& text, Activation* activation, Sha
       shaping->sigmas = value;
     else if (key == "second" && value == 1)
       shaping->second = true;
+    else if (key == "rms" && value > 0)
+      shaping->rms = value;
     else
       return false;
     start = stop + 1;
   }
   shaping->plain = false;
-  return !shaping->second || !shaping->cuts();
+  return shaping->second + shaping->cuts() + shaping->norms() <= 1;
 }
 
 }  // namespace pi2::binding

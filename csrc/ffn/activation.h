@@ -38,4 +38,16 @@ inline float factor(const FfnArgs& args, float v) {
   return args.shaping.second ? activate(args.activation, args.shaping, v) : clamp(args.shaping, v);
 }
 
+// With Shaping::rms, for one token: the squares of the h of the neurons in turn, and its factor once all are added.
+inline float norm_factor(const FfnArgs& args, double squares) {
+  const double mean = squares / static_cast<double>(args.neurons);
+  return static_cast<float>(1 / std::sqrt(mean + static_cast<double>(args.shaping.rms)));
+}
+
+// Adds the square of h to the token's and returns h times the neuron's weight in the norm (1: it has none).
+inline float normed(float h, float weight, double* squares) {
+  *squares += static_cast<double>(h) * static_cast<double>(h);
+  return h * weight;
+}
+
 }  // namespace pi2

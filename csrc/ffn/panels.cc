@@ -169,6 +169,7 @@ struct PromptPass {
   float* w_CW;                   // [kChunkNeurons, width], in axpy order
   const char* const* where;      // neuron_rows() of the source, or null
   const FiringCounters* firing;  // null: not watched
+  double* squares_T;             // layers with a norm: [tokens], of the h of the chunks so far
 
   const char* rows_of(std::int64_t neuron) const {
     if (where != nullptr) return where[neuron];
@@ -236,7 +237,7 @@ struct PromptPass {
 
   // Multiplies *h_T of token t, act(gate) so far, by the neuron's `up`.
   void multiply(std::int64_t t, std::int64_t neuron, float up, float* h_T, TileBits* scored) const {
-    *h_T *= factor(args, up + bias(args.bias_up, neuron));
+    *h_T *= factor(args, args.shaping.norms() ? up : up + bias(args.bias_up, neuron));
     if (firing != nullptr && !(std::fabs(*h_T) <= firing->cut)) scored->set(t);
   }
 
@@ -296,6 +297,14 @@ struct PromptPass {
         count_fired(neuron, scored);
       }
       done->up_rows += n;
+    }
+  }
+
+  // Squares and weights of the norm for the chunk's h of a token.
+  void norm(std::int64_t t, std::int64_t begin, std::int64_t count) const {
+    for (std::int64_t i = 0; i < count; ++i) {
+      const float weight = args.bias_up == nullptr ? 1.0f : bias(args.bias_up, begin + i);
+      if (h(t)[i] != 0.0f) h(t)[i] = normed(h(t)[i], weight, squares_T + t);
     }
   }
 
@@ -366,6 +375,7 @@ struct PromptPass {
       counted(pairs * ((tokens + 63) / 64), [&](std::int64_t, std::int64_t i, Counters* done) {
         ups_of_few(begin, end, i % pairs, i / pairs, split, done);
       });
+    if (args.shaping.norms()) shop.each(tokens, [&](std::int64_t, std::int64_t t) { norm(t, begin, count); });
     if (split.n_few > 0)
       shop.each(split.n_few, [&](std::int64_t, std::int64_t i) { add_down(split.few_T[i], begin, count); });
     if (split.n_many == 0) return;
@@ -384,6 +394,8 @@ struct PromptPass {
   void finish(std::int64_t worker, std::int64_t t, char* out) const {
     float* plain = shop.plain(worker);
     table.restore[static_cast<int>(args.dtype_of_down())](y(t), args.hidden, plain);
+    const float scale = args.shaping.norms() ? norm_factor(args, squares_T[t]) : 1.0f;
+    for (std::int64_t k = 0; args.shaping.norms() && k < args.hidden; ++k) plain[k] *= scale;
     if (args.bias_down != nullptr)
       for (std::int64_t k = 0; k < args.hidden; ++k) plain[k] += static_cast<const float*>(args.bias_down)[k];
     narrow(plain, out + t * row_bytes(args.x_dtype, args.hidden), args.x_dtype, args.hidden);
@@ -437,8 +449,10 @@ void ffn_prompt(const FfnArgs& args, const KernelTable& table, const ParallelFor
   if (args.source != nullptr)
     ids = reinterpret_cast<std::int64_t*>(scratch(Scratch::kIds, 2 * chunks.count * (kChunkNeurons + 1)));
   FiringCall call(args);
+  double squares_T[kPromptTokens];
   for (std::int64_t start = 0; start < args.tokens; start += most) {
     const std::int64_t tokens = std::min(most, args.tokens - start);
+    std::fill_n(squares_T, tokens, 0.0);
     const FiringCounters* firing = call.next(tokens);
     const auto pass = [&](std::int64_t first) {
       return PromptPass{args,
@@ -453,7 +467,8 @@ void ffn_prompt(const FfnArgs& args, const KernelTable& table, const ParallelFor
                         y_TW + first * width,
                         w_CW,
                         args.source == nullptr ? nullptr : args.source->neuron_rows(),
-                        firing};
+                        firing,
+                        squares_T + first};
     };
     shop.prepare(static_cast<const char*>(args.x) + start * x_bytes, args.x_dtype, tokens,
                  table.prepare_gemm[static_cast<int>(args.w_dtype)]);
@@ -472,8 +487,8 @@ void ffn_prompt(const FfnArgs& args, const KernelTable& table, const ParallelFor
       if (args.source != nullptr) args.source->done(c);
     }
     if (args.source != nullptr && args.source->failed()) return;
-    const PromptPass all{args, table,   shop, shop.x_T(), a8_TW,   tokens, width,
-                         h_TC, fired_C, y_TW, w_CW,       nullptr, nullptr};
+    const PromptPass all{args, table,   shop, shop.x_T(), a8_TW,   tokens,  width,
+                         h_TC, fired_C, y_TW, w_CW,       nullptr, nullptr, squares_T};
     shop.each(tokens, [&](std::int64_t worker, std::int64_t t) {
       all.finish(worker, t, static_cast<char*>(args.y) + start * x_bytes);
     });

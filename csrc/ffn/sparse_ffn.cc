@@ -71,6 +71,7 @@ struct Pass {
   std::uint64_t* fired = nullptr;          // [chunk_size]: bits are stored here instead of added to `firing`
   const float* gates_NT = nullptr;         // layers with a cut: the gates of all neurons, without biases
   const float* cut_T = nullptr;            // layers with a cut: the cut of each token
+  double* squares_CT = nullptr;            // layers with a norm: [chunks, tokens]
 
   // Prefetch distance in neurons, if `together` are computed at a time and `bytes` of each are prefetched.
   static std::int64_t ahead(std::int64_t bytes, std::int64_t together) {
@@ -213,6 +214,7 @@ std::int64_t gather(const Pass& pass, std::int64_t chunk) {
 // the factors of their down rows.
 struct Contributions {
   std::int32_t count_T[kPassTokens] = {};
+  double squares_T[kPassTokens] = {};  // layers with a norm: of all h so far
   std::uint8_t row_TN[kPassTokens][kTogether];
   float h_TN[kPassTokens][kTogether];
 
@@ -249,7 +251,9 @@ void fire(const Pass& pass, std::int64_t neuron, const Tokens& who, float* gate,
 void contribute(const Pass& pass, std::int64_t neuron, std::int64_t row, const Tokens& who, const float* gate,
                 const float* up, Contributions* out, Counters* done) {
   const FfnArgs& args = pass.args;
-  const float bias = up == nullptr ? 0.0f : pass.bias(args.bias_up, neuron);
+  const bool norms = args.shaping.norms();
+  const float bias = up == nullptr || norms ? 0.0f : pass.bias(args.bias_up, neuron);
+  const float weight = !norms || args.bias_up == nullptr ? 1.0f : pass.bias(args.bias_up, neuron);
   const bool counted = up != nullptr && pass.firing != nullptr && pass.scores_h();
   std::uint64_t bits = 0;
   for (std::int64_t i = 0; i < who.n; ++i) {
@@ -262,6 +266,7 @@ void contribute(const Pass& pass, std::int64_t neuron, std::int64_t row, const T
       if (h == 0.0f) continue;
     }
     ++done->down_rows;
+    if (norms) h = normed(h, weight, &out->squares_T[who.id[i]]);
     out->add(who.id[i], row, h);
   }
   if (counted) pass.fires(neuron, bits);
@@ -337,8 +342,9 @@ void gate_first(const Pass& pass, std::int64_t first, std::int64_t n, std::int64
   }
 }
 
-// Writes the chunk's partial sum [tokens, width] to y_TW. False: no neuron is needed, and nothing was written.
-bool run_chunk(const Pass& pass, std::int64_t chunk, float* y_TW) {
+// Writes the chunk's partial sum [tokens, width] to y_TW and, with a norm, its sums of squares to squares_T. False: no
+// neuron is needed, and nothing was written.
+bool run_chunk(const Pass& pass, std::int64_t chunk, float* y_TW, double* squares_T) {
   const TraceSpan span(Stage::kCompute, pass.args.layer, chunk);
   const FfnArgs& args = pass.args;
   const std::int64_t first = chunk * pass.chunk_size;
@@ -362,6 +368,7 @@ bool run_chunk(const Pass& pass, std::int64_t chunk, float* y_TW) {
     add_down(pass, pass.ids + first + start, some, y_TW, queue_T);
   }
   for (std::int64_t t = 0; t < pass.tokens; ++t) queue_T[t].flush(pass.axpy(), args.hidden, y_TW + t * pass.width);
+  if (args.shaping.norms()) std::copy_n(some.squares_T, pass.tokens, squares_T);
   count(done);
   return true;
 }
@@ -417,7 +424,8 @@ struct Work {
   }
 
   void compute(std::int64_t c) const {
-    pass.used[c] = run_chunk(pass, c, pass.partials + c * pass.tokens * pass.width);
+    double* squares_T = pass.squares_CT == nullptr ? nullptr : pass.squares_CT + c * pass.tokens;
+    pass.used[c] = run_chunk(pass, c, pass.partials + c * pass.tokens * pass.width, squares_T);
   }
 
   // Waits for the chunks that other workers are computing; false if reading failed.
@@ -538,17 +546,30 @@ struct Tokenwise {
       std::memcpy(out_H, y_W, static_cast<std::size_t>(args.hidden) * sizeof(float));
   }
 
-  void out(std::int64_t token, float* y) const {
+  // `squares`: of the token's h, if there is a norm.
+  void out(std::int64_t token, float* y, double squares) const {
     const RestoreFn restore = table.restore[static_cast<int>(args.dtype_of_down())];
     if (restore != nullptr) {
       restore(y, args.hidden, plain_H);
       y = plain_H;
+    }
+    if (args.shaping.norms()) {
+      const float factor = norm_factor(args, squares);
+      for (std::int64_t k = 0; k < args.hidden; ++k) y[k] *= factor;
     }
     if (args.bias_down != nullptr)
       for (std::int64_t k = 0; k < args.hidden; ++k) y[k] += load_float(args.bias_down, args.bias_dtype(), k);
     narrow(y, const_cast<char*>(row(args.y, token)), args.x_dtype, args.hidden);
   }
 };
+
+// The squares of a token's h, chunk by chunk.
+double squares_of(const Pass& pass, std::int64_t token) {
+  double sum = 0;
+  for (std::int64_t c = 0; pass.squares_CT != nullptr && c < pass.chunks; ++c)
+    if (pass.used[c]) sum += pass.squares_CT[c * pass.tokens + token];
+  return sum;
+}
 
 // Copies the partial sums of a call's only pass, in plain order.
 void copy_parts(const Pass& pass, const Tokenwise& tokenwise) {
@@ -598,6 +619,7 @@ class Stream {
       active_ = args_.active == nullptr ? nullptr : args_.active + start * cold();
       for (std::int64_t t = 0; t < tokens_; ++t) tokenwise.in(start + t, x_TW_ + t * width_);
       std::memset(y_TW_, 0, static_cast<std::size_t>(tokens_ * width_) * sizeof(float));
+      std::fill_n(squares_T_, tokens_, 0.0);
       const std::int64_t tiles = (tokens_ + tile_ - 1) / tile_;
       firing_ = call_.next(tokens_);
       if (firing_ != nullptr) fired_.assign(static_cast<std::size_t>(tiles * cut_.size), 0);
@@ -612,7 +634,7 @@ class Stream {
         args_.source->done(c);
       }
       if (args_.source->failed()) return;
-      for (std::int64_t t = 0; t < tokens_; ++t) tokenwise.out(start + t, y_TW_ + t * width_);
+      for (std::int64_t t = 0; t < tokens_; ++t) tokenwise.out(start + t, y_TW_ + t * width_, squares_T_[t]);
     }
   }
 
@@ -663,8 +685,10 @@ class Stream {
       Pass tile = pass(first, count, ids, count == 1 ? nullptr : reinterpret_cast<std::uint64_t*>(ids + args_.neurons));
       tile.firing = firing_;
       if (firing_ != nullptr) tile.fired = fired_.data() + i * cut_.size;
-      if (!run_chunk(tile, chunk_, part_TW)) continue;
+      double squares_T[kPassTokens] = {};
+      if (!run_chunk(tile, chunk_, part_TW, squares_T)) continue;
       for (std::int64_t t = 0; t < count; ++t) {
+        squares_T_[first + t] += squares_T[t];
         const void* part = part_TW + t * width_;
         add(y_TW_ + (first + t) * width_, &part, &one, 1, width_, nullptr);  // 1 * part is exact
       }
@@ -703,6 +727,7 @@ class Stream {
   float *x_TW_, *y_TW_, *plain_H_, *partials_;
   std::int64_t *ids_, *counts_, *tile_ids_;
   std::uint8_t* keep_;
+  double squares_T_[kPromptTokens];  // layers with a norm: of the h of the chunks so far
   std::atomic<std::int64_t> next_tile_{0};
 };
 
@@ -732,6 +757,7 @@ void sparse_ffn(const FfnArgs& args, const ParallelFor& parallel) {
   auto* ids = reinterpret_cast<std::int64_t*>(scratch(Scratch::kIds, 2 * (2 * args.neurons + chunks)));
   auto* wanted = reinterpret_cast<std::uint64_t*>(ids + args.neurons + chunks);
   const std::int64_t sums = 2 * chunks * tile;
+  double* squares = args.shaping.norms() ? reinterpret_cast<double*>(scratch(Scratch::kGates, 2 * sums)) : nullptr;
   float* gates = cuts ? scratch(Scratch::kGates, 2 * sums + (args.neurons + 1) * tile) : nullptr;
 
   FiringCall call(args);
@@ -743,6 +769,7 @@ void sparse_ffn(const FfnArgs& args, const ParallelFor& parallel) {
         args,     table,    width, x_TW, active, tokens, partials, used, y_TW, ids, tokens == 1 ? nullptr : wanted,
         cut.base, cut.size, chunks};
     pass.firing = call.next(tokens);
+    pass.squares_CT = squares;
     // Waking a thread costs a few microseconds: not worth it for less arithmetic.
     const bool tiny = tokens * (args.neurons - args.first) * args.rows * args.hidden < kTinyMacs;
     const std::int64_t most = std::max<std::int64_t>(1, chunks);
@@ -773,7 +800,7 @@ void sparse_ffn(const FfnArgs& args, const ParallelFor& parallel) {
     if (args.parts != nullptr)
       copy_parts(pass, tokenwise);
     else
-      for (std::int64_t t = 0; t < tokens; ++t) tokenwise.out(start + t, y_TW + t * width);
+      for (std::int64_t t = 0; t < tokens; ++t) tokenwise.out(start + t, y_TW + t * width, squares_of(pass, t));
   }
 }
 

@@ -165,12 +165,14 @@ def test_where_no_layer_is_left_saving_is_refused(inline: Any, tmp_path: Path) -
 
 @pytest.fixture(scope="module")
 def bitnet() -> nn.Module:
-    """No layer of it can be made sparse: a norm stands before down."""
+    """No layer of it can be made sparse: a norm stands before down, and nothing is exactly zero."""
     from transformers import BitNetConfig, BitNetForCausalLM
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 96}
-    config = BitNetConfig(**sizes, num_hidden_layers=2, num_key_value_heads=2, tie_word_embeddings=False)
+    config = BitNetConfig(
+        **sizes, num_hidden_layers=2, num_key_value_heads=2, tie_word_embeddings=False, hidden_act="silu"
+    )
     return randomise(BitNetForCausalLM(config).eval())
 
 

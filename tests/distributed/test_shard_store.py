@@ -234,9 +234,10 @@ def test_shares_are_for_several_machines(tmp_path: Path) -> None:
         torch_pi2.pack(tmp_path, tmp_path / "out", shares=[1.0])
 
 
-def test_layers_that_need_all_gates_are_not_divided() -> None:
+@pytest.mark.parametrize("activation", ["gelu_tanh[sigmas=1.6]", "relu2[rms=1e-05]"])
+def test_layers_that_need_all_neurons_are_not_divided(activation: str) -> None:
     plan = _plan(250)
-    plan.layers[0].site = replace(plan.layers[0].site, activation="gelu_tanh[sigmas=1.6]")
+    plan.layers[0].site = replace(plan.layers[0].site, activation=activation)
     with pytest.raises(ConfigError, match="a in shards: expected an activation of each neuron by itself, found one"):
         check_activations(plan)
 

@@ -13,7 +13,7 @@ from operators import opcheck
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.ops import ffn as reference
 from torch_pi2.ops import load
-from torch_pi2.ops.activations import ACTIVATIONS, cut, cuts, exact_zeros, on_up, second, shaped, swapped
+from torch_pi2.ops.activations import ACTIVATIONS, cut, cuts, exact_zeros, norm, of_all, on_up, second, shaped, swapped
 from torch_pi2.ops.gpu import operators as gpu_operators
 
 load()
@@ -34,6 +34,7 @@ NUMBERED = [
     "relu[out=0.5]",
     "relu2[in=2,limit=1]",
 ]
+NORMED = ["relu2[rms=1e-05]", "relu[in=0.5,limit=3,plus=0.5,rms=0.02]", "silu[rms=1]"]
 SECOND = ["silu", "gelu_tanh", "silu[in=1.5,out=0.5,limit=0.8,plus=1]"]
 
 
@@ -59,7 +60,7 @@ def compare(tensors: Any, *settings: Any, atol: float = 1e-5) -> torch.Tensor:
 def test_the_operator_equals_the_reference(isa: str, size: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     tensors, hot = make(*size, dtype), size[0] // 3
     mask = torch.rand(size[3], size[0] - hot, generator=generator(1)) < 0.3
-    for activation in [*CUTS, *NUMBERED, *(map(swapped, SECOND) if size[1] == 3 else ())]:
+    for activation in [*CUTS, *NUMBERED, *([*NORMED, *map(swapped, SECOND)] if size[1] == 3 else ())]:
         for active, threshold in ((None, 0.0), (mask, 0.2)):
             for activation_on_up in {False, activation in NUMBERED}:
                 compare(tensors, active, activation, activation_on_up, hot, threshold)
@@ -85,7 +86,7 @@ def test_quantised_weights(isa: str, tokens: int) -> None:
     stored = torch.ops.pi2.quantize(rows.reshape(-1, 96), "int4").view(300, 3, -1)
     for int8_activations in (False, True):
         for activation, threshold, thresholds in (
-            *((numbered, 0.0, None) for numbered in (*NUMBERED, CUTS[0])),
+            *((numbered, 0.0, None) for numbered in (*NUMBERED, CUTS[0], *NORMED)),
             (swapped("silu"), 0.4, None),
             ("silu", 0.0, own(300)),
         ):
@@ -93,7 +94,10 @@ def test_quantised_weights(isa: str, tokens: int) -> None:
             compare((x, stored, *biases), *settings, atol=3e-5)
 
 
-@pytest.mark.parametrize(("activation", "threshold"), [("relu", 0.0), (CUTS[0], 0.0), (swapped("silu"), 0.3)])
+ALONE = [("relu", 0.0), (CUTS[0], 0.0), (NORMED[0], 0.0), (swapped("silu"), 0.3)]
+
+
+@pytest.mark.parametrize(("activation", "threshold"), ALONE)
 def test_company_threads_and_the_hot_boundary_change_no_bit(isa: str, activation: str, threshold: float) -> None:
     x, *weights = make(2100, 3, 80, 71, torch.bfloat16)
 
@@ -143,6 +147,26 @@ def test_equal_gates_and_what_is_not_finite() -> None:
     assert torch.ops.pi2.sparse_ffn(x[:0], *weights, None, CUTS[0], False, 0, 0.0).shape == (0, 24)
 
 
+def test_a_norm_of_all_neurons() -> None:
+    """Scales of h cancel but for what is added; its weights are no bias; without them they are 1; NaN stays."""
+    x, rows, bias_gate, weight, bias_down = make(300, 3, 24, 3, torch.float32)
+
+    def run(weight: torch.Tensor | None, activation: str, bias: torch.Tensor | None = None) -> torch.Tensor:
+        found: torch.Tensor = torch.ops.pi2.sparse_ffn(
+            x, rows, bias_gate, weight, bias, None, activation, False, 0, 0.0
+        )
+        return found
+
+    y = run(weight, "relu2[rms=1e-12]")
+    torch.testing.assert_close(run(weight, "relu2[out=8,rms=1e-12]"), y, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(run(2 * weight, "relu2[rms=1e-12]", bias_down), 2 * y + bias_down, rtol=1e-5, atol=1e-6)
+    assert torch.equal(run(None, NORMED[0]), run(torch.ones(300), NORMED[0]))
+    x[1, 4] = float("nan")
+    assert run(weight, NORMED[0]).isnan().any(1).tolist() == [False, True, False]
+    with pytest.raises(RuntimeError, match="expected one without rms but for gated neurons"):
+        torch.ops.pi2.sparse_ffn(x, rows[:, 1:].contiguous(), None, weight, None, None, NORMED[0], False, 0, 0.0)
+
+
 def test_texts() -> None:
     assert cuts(CUTS[0])
     assert not cuts("gelu_tanh[in=2]")
@@ -152,8 +176,10 @@ def test_texts() -> None:
     assert ACTIVATIONS["relu[sigmas=1]"](gate)[0].tolist() == pytest.approx([0, 0, 0, 3 - 3**0.5])
     assert swapped("silu[limit=7,plus=1]") == "silu[limit=7,plus=1,second=1]"
     assert all(swapped(swapped(text)) == text and second(swapped(text)) and not second(text) for text in SECOND)
-    wrong = ("second=0", "second=2", "sigmas=1,second=1", "sigmas=nan")
-    assert [shaped(f"silu[{numbers}]") for numbers in wrong] == [None] * 4
+    wrong = ("second=0", "second=2", "sigmas=1,second=1", "sigmas=nan", "rms=-1", "sigmas=1,rms=1", "second=1,rms=1")
+    assert [shaped(f"silu[{numbers}]") for numbers in wrong] == [None] * 7
+    assert norm(NORMED[0]) == 1e-5
+    assert [of_all(text) for text in (NORMED[0], CUTS[0], NUMBERED[0])] == [True, True, False]
     v = torch.linspace(-3, 3, 7)
     assert torch.equal(ACTIVATIONS[swapped("silu")](v), v)
     assert torch.equal(on_up(swapped("silu"), False)(v), torch.nn.functional.silu(v))
@@ -176,9 +202,9 @@ def test_thresholds_beside_others() -> None:
         gpu_operators.sparse_ffn(*tensors, *settings)
 
 
-@pytest.mark.parametrize("activation", [CUTS[0], swapped("silu")])
+@pytest.mark.parametrize("activation", [CUTS[0], NORMED[0], swapped("silu")])
 def test_experts_have_neither(activation: str) -> None:
     x, index, routing = torch.ones(3, 24), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
     rows, layer = torch.randn(2, 40, 3, 24), (activation, False, [0.0, 0.0], "float")
-    with pytest.raises(RuntimeError, match="activation: expected one without sigmas and second for experts"):
+    with pytest.raises(RuntimeError, match="activation: expected one without sigmas, second and rms for experts"):
         torch.ops.pi2.experts_ffn(x, index, routing, rows, [], "none", [], "", False, *layer)

@@ -20,7 +20,7 @@ from torch_pi2.distributed.pipeline_parallel import connect_stages
 from torch_pi2.distributed.shard_store import check_complete, common_hash, shard_name, shards_in
 from torch_pi2.distributed.tensor_parallel import Share, agree_on_logits
 from torch_pi2.errors import ConfigError
-from torch_pi2.ops.activations import cuts
+from torch_pi2.ops.activations import of_all
 from torch_pi2.store.storefile import StoreReader
 from torch_pi2.types.plan import Plan
 from torch_pi2.types.shard import GroupConfig, Shard
@@ -120,8 +120,8 @@ def join(reader: StoreReader, plan: Plan, hf: Any, how: GroupConfig, settings: M
 
 
 def check_activations(plan: Plan) -> None:
-    """Raises ConfigError: a layer needs the gates of all neurons at once."""
-    if key := next((layer.site.key for layer in plan.layers if cuts(layer.site.activation)), None):
+    """Raises ConfigError: a layer needs the neurons of a token at once."""
+    if key := next((layer.site.key for layer in plan.layers if of_all(layer.site.activation)), None):
         argument(plan, f"{key} in shards", "Load the whole model on one machine.").wrong(
-            "an activation of each neuron by itself", "one that compares each gate with those of all neurons"
+            "an activation of each neuron by itself", "one that depends on all neurons of a token"
         )

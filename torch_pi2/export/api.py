@@ -28,7 +28,7 @@ from torch_pi2.export.store import NO_STORE, StoreFacts, blob_of, write_store
 from torch_pi2.export.text import write_chat
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.of_model import SparseLayer
-from torch_pi2.ops.activations import check_plain
+from torch_pi2.ops.activations import check_plain, norm
 from torch_pi2.rewrite.state import get_state
 
 
@@ -145,6 +145,10 @@ def _check_model(
         argument(model, f"{what} with {ignored[0]}", "Leave it out.").wrong(
             "a Hugging Face decoder, which has a KV cache", "another module, or a decoder with example inputs (args)"
         )
+    if normed := next((layer.site.key for layer in layers if norm(layer.site.activation)), None):
+        fix = "Run it here: generate, serve and load(budget=...) take such layers."
+        expected = "layers without a norm over all neurons before down: bundles have none yet"
+        raise UnsupportedModelError(what, expected=expected, found=normed, fix=fix)
     if not settings.splits:
         return
     for layer in layers:

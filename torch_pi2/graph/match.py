@@ -16,10 +16,12 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 
 from torch_pi2.graph.activation import identify
 from torch_pi2.graph.operations import CASTS, ELEMENTWISE, RESHAPES, is_in_place, op_name, uncast
+from torch_pi2.ops.activations import Shaped, exact_zeros
 from torch_pi2.types.site import FFNSite, Formula, LinearRef
 
 Tensors = Mapping[fx.Node, torch.Tensor]
@@ -280,7 +282,16 @@ def _match_down(gm: fx.GraphModule, walk: Walk, tensors: Tensors, taken: set[fx.
     shapes = _probe_shapes(sources, region)
     if shapes is None:
         return None
-    found = identify(lambda probes: _evaluate(gm, down.x, sources, region, probes), shapes, intermediate)
+    norm = _norm_before(gm, walk, tensors)
+    if norm is None and any(node.op == "placeholder" for node in walk.own):
+        return None  # :mod:`.skipped` reports it
+    h = down.x if norm is None else norm.h
+
+    def evaluate(probes: Sequence[torch.Tensor]) -> torch.Tensor:
+        until = region.index(h) + 1 if h in region else 0
+        return _evaluate(gm, h, {p.node: probe for p, probe in zip(sources, probes)}, region[:until])
+
+    found = identify(evaluate, shapes, intermediate)
     if found == "linear":
         return None
     if not isinstance(found, Formula):
@@ -288,6 +299,13 @@ def _match_down(gm: fx.GraphModule, walk: Walk, tensors: Tensors, taken: set[fx.
             return None  # a norm, which :mod:`.skipped` reports
         seen.unknown.append(([*sources, down], ", ".join(dict.fromkeys(op_name(n.target) for n in region))))
         return None
+    if norm is not None:
+        if found.gate is None or found.on_up or len(sources) < 2 or not exact_zeros(found.activation):
+            return None  # :mod:`.skipped` reports it
+        if sources[found.up].bias is not None or "[" in found.activation:
+            return None
+        sources = [replace(p, bias=norm.weight) if i == found.up else p for i, p in enumerate(sources)]
+        found = replace(found, activation=Shaped(found.activation, rms=norm.eps).text)
     x = inputs.pop()
     allowed = set(inside) | set(down.nodes)
     escaping = next((u for n in inside for u in n.users if u not in allowed), None)
@@ -321,8 +339,41 @@ def _match_down(gm: fx.GraphModule, walk: Walk, tensors: Tensors, taken: set[fx.
         intermediate,
         tuple(inside),
         tuple(region),
-        None if found.on_up or down.bias is not None else _scaled(down.node),
+        None if norm or found.on_up or down.bias is not None else _scaled(down.node),
     )
+
+
+@dataclass(frozen=True)
+class _Norm:
+    """``h * weight / sqrt(mean(h ** 2) + eps)``, all that stands between the node ``h`` and ``down``."""
+
+    h: fx.Node
+    weight: fx.Node
+    eps: float
+
+
+def _norm_before(gm: fx.GraphModule, walk: Walk, tensors: Tensors) -> _Norm | None:
+    """The RMSNorm over all neurons of the input of ``down``, recognised by what it computes."""
+    region, down, order = walk.region, walk.down, {node: i for i, node in enumerate(walk.region)}
+    if [node for node in walk.own if _is_parameter(node, tensors, 1)] != walk.own or len(walk.own) != 1:
+        return None
+    weight, width = walk.own[0], down.sizes[1]
+    if tensors[weight].shape != (width,) or not any(_STATISTICS & {op_name(node.target)} for node in region):
+        return None
+    w = torch.linspace(0.5, 2.0, width, dtype=torch.float64)
+    x = torch.sin(torch.arange(4 * width).double()).view(4, width) * w.new_tensor([[1e-4], [1e-2], [1], [1e3]])
+    for h in reversed(region[:-1]):
+        after = [node for node in region if order[node] > order[h]]
+        if any(node not in (h, weight, *after) for user in after for node in user.all_input_nodes):
+            continue  # something else reaches what follows
+        try:
+            small, found = (_evaluate(gm, down.x, {h: v, weight: w}, after) for v in (torch.full_like(x, 1e-12), x))
+        except Exception:  # any error: no norm
+            continue
+        eps = float(f"{(float(w[0]) * 1e-12 / float(small.flatten()[0])) ** 2:.6g}") if small.shape == x.shape else 0
+        if eps > 0 and found.shape == x.shape and torch.allclose(found, F.rms_norm(x, (width,), w, eps), 1e-6, 0):
+            return _Norm(h, weight, eps)
+    return None
 
 
 def _scaled(node: fx.Node) -> tuple[fx.Node, float] | None:
@@ -347,7 +398,7 @@ def _walk_back(down: Projection, projections: Mapping[fx.Node, Projection], held
         if node in region or node in sources:
             continue
         name = op_name(node.target) if node.op in ("call_function", "call_method") else ""
-        problem = "" if node in projections else _blocks(node)
+        problem = "" if node in projections or _is_parameter(node, held, 1) else _blocks(node)
         if len(region) > _MAX_REGION:
             problem = "a long chain of elementwise operations"
         if problem and not blocked:
@@ -476,11 +527,10 @@ def _probe_shapes(sources: Sequence[Projection], region: Sequence[fx.Node]) -> l
 def _evaluate(
     gm: fx.GraphModule,
     result: fx.Node,
-    sources: Sequence[Projection],
+    given: Mapping[fx.Node, torch.Tensor],
     region: Sequence[fx.Node],
-    probes: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    values: dict[fx.Node, Any] = {p.node: probe for p, probe in zip(sources, probes)}
+    values: dict[fx.Node, Any] = dict(given)
 
     def value(node: fx.Node) -> Any:
         if node in values:

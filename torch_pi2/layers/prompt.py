@@ -23,7 +23,7 @@ from torch_pi2.formats import FLOAT, FORMATS
 from torch_pi2.layers.gpu import on_gpu
 from torch_pi2.layers.rows import row_of_each
 from torch_pi2.ops import ACTIVATIONS, load
-from torch_pi2.ops.activations import cuts, exact_zeros, on_up
+from torch_pi2.ops.activations import cuts, exact_zeros, norm, on_up
 from torch_pi2.ops.gpu.operators import products_from, rows_at_once
 from torch_pi2.types.site import FFNSite
 
@@ -220,7 +220,7 @@ def _prompt_ffn(layer: PromptLayer, x: torch.Tensor) -> torch.Tensor:
     if on_gpu(x):
         step = site.intermediate if layer.neuron_rows.dtype == dtype else rows_at_once(site.hidden)
     parts = [slice(start, min(start + step, site.intermediate)) for start in range(0, site.intermediate, step)]
-    up_row = site.rows_per_neuron - 2
+    up_row, eps, squares_T1 = site.rows_per_neuron - 2, norm(site.activation), x_TH.new_zeros(len(x_TH), 1).float()
 
     def project(part: slice, row: int, bias: torch.Tensor | None) -> torch.Tensor:
         w_SH = row_of_each(layer.neuron_rows[part], row, kind, site.hidden, dtype)
@@ -236,14 +236,19 @@ def _prompt_ffn(layer: PromptLayer, x: torch.Tensor) -> torch.Tensor:
         h_TS = act(gate(part)) if whole_TI is None else whole_TI[:, part]
         gate_TS = h_TS
         if site.gated:
-            up_TS = project(part, up_row, layer.bias_up)
+            up_TS = project(part, up_row, None if eps else layer.bias_up)
             h_TS = h_TS * factor(up_TS)
         if layer.threshold > 0:
             neuron_S = torch.arange(part.start, part.stop, dtype=torch.int64, device=x.device)
             threshold = layer.threshold if layer.thresholds is None else layer.thresholds[part]
             dropped_TS = (gate_TS.abs() <= threshold) & (neuron_S >= layer.n_hot)
             h_TS = torch.where(dropped_TS, torch.zeros_like(h_TS), h_TS)
+        if eps:
+            squares_T1 += h_TS.square().sum(-1, keepdim=True)
+            h_TS = h_TS if layer.bias_up is None else h_TS * layer.bias_up[part]
         y_TH += h_TS.to(dtype) @ row_of_each(neuron_rows, up_row + 1, kind, site.hidden, dtype)
+    if eps:
+        y_TH *= torch.rsqrt(squares_T1 / site.intermediate + eps)
     if layer.bias_down is not None:
         y_TH += layer.bias_down
     return y_TH.to(x.dtype).reshape(x.shape)

@@ -7,6 +7,9 @@ covers multipliers, sigmoid's approximation of GELU (CLIP), and clamped SwiGLU (
 With ``sigmas=k`` v is ``max(0, gate - mean - k * deviation)``, with mean and standard deviation of the token's gates
 over all neurons: most are exactly zero (Gemma 3n's first layers, where k is the normal distribution's 0.95 quantile).
 
+With ``rms=e`` the products of a token are divided by the root of their mean square over all neurons plus ``e``, and
+multiplied by weights, which stand in place of the bias of up (BitNet's RMSNorm before down; zeros stay zeros).
+
 With ``second=1`` gate and up change places: the first matrix of a neuron is up, which decides whether the others are
 read, and the activation applies to the second (:meth:`torch_pi2.types.site.FFNSite.up_first`).
 """
@@ -41,6 +44,7 @@ class Shaped:
     plus: float = 0.0
     sigmas: float = -inf
     second: bool = False
+    rms: float = 0.0
 
     @property
     def text(self) -> str:
@@ -58,6 +62,7 @@ _NUMBERS = {
     "plus": ("plus", 0.0),
     "sigmas": ("sigmas", -inf),
     "second": ("second", 0.0),
+    "rms": ("rms", 0.0),
 }
 
 
@@ -79,7 +84,7 @@ def shaped(text: str) -> Shaped | None:
     if not all(map(isfinite, numbers.values())):
         return None
     made = Shaped(found.group(1), **numbers | {"second": "second" in numbers})
-    makes_sense = made.limit > 0 and not (made.second and made.sigmas != -inf)
+    makes_sense = made.limit > 0 and made.second + (made.sigmas != -inf) + (made.rms != 0) <= 1 and made.rms >= 0
     return made if made.text == text and makes_sense else None
 
 
@@ -98,6 +103,16 @@ def _factor(of: Shaped, x: torch.Tensor) -> torch.Tensor:
 def cuts(activation: str) -> bool:
     """Whether the activation has ``sigmas``, and so needs the gates of all neurons."""
     return _known(activation).sigmas != -inf
+
+
+def norm(activation: str) -> float:
+    """``rms``, what the norm before down adds to the mean square; 0: there is no norm."""
+    return _known(activation).rms
+
+
+def of_all(activation: str) -> bool:
+    """Whether the activation needs all neurons of a token at once: it has ``sigmas`` or ``rms``."""
+    return cuts(activation) or norm(activation) > 0
 
 
 def cut(activation: str, gate_TI: torch.Tensor) -> torch.Tensor:

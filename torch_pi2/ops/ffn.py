@@ -6,10 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from torch_pi2.formats import FLOAT, formats_of, has_two_formats, row_bytes
 from torch_pi2.ops import predictors
-from torch_pi2.ops.activations import ACTIVATIONS, on_up
+from torch_pi2.ops.activations import ACTIVATIONS, norm, on_up
 from torch_pi2.ops.operators import like_x, operator
 from torch_pi2.ops.rows import rounded_activations, values
 
@@ -41,7 +42,8 @@ def sparse_ffn(
         x: ``[..., H]`` float32, bfloat16 or float16.
         neuron_rows: ``[I, R, H]``, R = 3 (gate row, up row, down column) or 2 (up row, down column); quantised uint8
             ``[I, R, row_bytes(H)]`` (:mod:`torch_pi2.ops.rows`), or ``[I, bytes]`` where down rows have another format.
-        bias_gate, bias_up: ``[I]`` or None; bias_down: ``[H]`` or None; float32, or the dtype of float rows.
+        bias_gate, bias_up: ``[I]`` or None; bias_down: ``[H]`` or None; float32, or the dtype of float rows. With
+            ``rms`` in the activation, ``bias_up`` has the norm's weights (None: 1).
         active: ``[..., I - n_hot]`` bool, or None.
         activation: a name in ``ACTIVATIONS``; activation_on_up: also on up (dReLU).
         n_hot: number of hot neurons, 0..I.
@@ -68,7 +70,7 @@ def sparse_ffn(
 
     if rows == 3:
         gate_TI = act(project(0, bias_gate))
-        up_TI = project(1, bias_up)
+        up_TI = project(1, None if norm(activation) else bias_up)
         h_TI = gate_TI * on_up(activation, activation_on_up)(up_TI)
     else:
         gate_TI = act(project(0, bias_up))
@@ -78,7 +80,10 @@ def sparse_ffn(
     if active is not None:
         fires_TI[:, n_hot:] &= active.reshape(len(x_TH), intermediate - n_hot).bool()
     fires_TI[:, :n_hot] = True
-    y_TH = torch.where(fires_TI, h_TI, 0.0) @ w_IRH[:, rows - 1]
+    h_TI = torch.where(fires_TI, h_TI, 0.0)
+    if eps := norm(activation):
+        h_TI = F.rms_norm(h_TI, (intermediate,), None if bias_up is None else bias_up.float(), eps)
+    y_TH = h_TI @ w_IRH[:, rows - 1]
     if bias_down is not None:
         y_TH = y_TH + bias_down.float()
     return y_TH.to(x.dtype).reshape(x.shape)

@@ -16,7 +16,7 @@ from torch_pi2.base.fields import argument
 from torch_pi2.base.progress import log
 from torch_pi2.errors import ConfigError
 from torch_pi2.ops import ACTIVATIONS
-from torch_pi2.ops.activations import cuts, exact_zeros
+from torch_pi2.ops.activations import exact_zeros, of_all
 from torch_pi2.types.config import Config
 from torch_pi2.types.method import PREDICTED, Method
 from torch_pi2.types.plan import LayerPlan, Plan, in_own_order
@@ -77,7 +77,7 @@ def plan_layer(
         gated = LayerPlan(site, gate, n_hot, order, 0.0, float(frequency_I[cold_I].mean()))
     else:
         gated = LayerPlan(site, gate, n_hot, order, 0.0, 1.0)
-    if cuts(site.activation):  # needs all gates, which a predictor would skip
+    if of_all(site.activation):  # a predictor would skip some
         return gated
     if predictor is None or predictor.card is None:
         if config.method in PREDICTED:

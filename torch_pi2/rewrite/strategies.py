@@ -31,7 +31,7 @@ from torch_pi2.graph.operations import BranchCoverage, same_tokens, token_magnit
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.lazy import LazyDown, LazySource
 from torch_pi2.layers.sequence import FusedIdentity
-from torch_pi2.ops.activations import cuts
+from torch_pi2.ops.activations import of_all
 from torch_pi2.rewrite.install import Override
 from torch_pi2.types.plan import LayerPlan
 from torch_pi2.types.site import FFNSite, FFNWeights, Formula, apply_formula, dense_reference
@@ -181,8 +181,8 @@ def _by_sequence(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequen
 
 
 def _by_lazy_tensors(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[Probe]) -> list[Override] | str:
-    if cuts(site.activation):
-        return "lazy: its cut is of all gates together"
+    if of_all(site.activation):
+        return "lazy: its cut or norm is of all neurons together"
     by_module = {_module_name(ref.weight): ref for ref in site.refs.values()}
     if shared := [name for name in by_module if len(set(_holders(model, name))) > 1]:
         return f"lazy: {shared[0]} is a part of other modules, too"

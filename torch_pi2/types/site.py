@@ -20,7 +20,7 @@ from torch_pi2.base.dtypes import check_finite, check_on_cpu, dtype_name
 from torch_pi2.base.fields import Field, Limits, limited, optional, to_json
 from torch_pi2.errors import DtypeError, UnsupportedModelError
 from torch_pi2.formats import FLOATS
-from torch_pi2.ops.activations import ACTIVATIONS, on_up, second, swapped
+from torch_pi2.ops.activations import ACTIVATIONS, norm, on_up, second, swapped
 
 #: Largest number of neurons, hidden states or experts: int32, as in the core.
 MOST_SIZE = (1 << 31) - 1
@@ -91,6 +91,8 @@ class FFNWeights(NamedTuple):
 @dataclass(frozen=True)
 class FFNSite:
     """One feed-forward layer ``down(act(gate(x)) * up(x))`` or ``down(act(up(x)))``.
+
+    With ``rms`` in the activation an RMSNorm stands before ``down``; ``up.bias`` names its weights.
 
     Attributes:
         key: unique name, the fully-qualified name of ``owner`` (with ``:n`` appended if it owns several).
@@ -274,7 +276,10 @@ def apply_formula(formula: Formula, streams: Sequence[torch.Tensor]) -> torch.Te
 def dense_reference(site: FFNSite, weights: FFNWeights, x: torch.Tensor) -> torch.Tensor:
     """The original layer on ``x [..., H]``, in the dtype of its weights."""
 
-    up = F.linear(x, weights.up, weights.bias_up)
+    eps = norm(site.activation)
+    up = F.linear(x, weights.up, None if eps else weights.bias_up)
     streams = [up] if weights.gate is None else [F.linear(x, weights.gate, weights.bias_gate), up]
     formula = Formula(site.activation, site.activation_on_up, 0 if site.gated else None, len(streams) - 1)
-    return F.linear(apply_formula(formula, streams), weights.down, weights.bias_down)
+    h = apply_formula(formula, streams)
+    h = F.rms_norm(h, (site.intermediate,), weights.bias_up, eps) if eps else h
+    return F.linear(h, weights.down, weights.bias_down)

@@ -90,6 +90,7 @@ FfnArgs ffn_args(const Tensor& x, const Tensor& neuron_rows, const MaybeTensor& 
   expect(!args.shaping.cuts() || !activation_on_up, "activation_on_up", "false with sigmas", "true");
   expect(!args.shaping.second || (args.rows == 3 && !activation_on_up), "activation",
          "one without second but for gated neurons", name);
+  expect(!args.shaping.norms(), "activation", "one without rms", name);
   expect(n_hot >= 0 && n_hot <= args.neurons, "n_hot", "0 to " + std::to_string(args.neurons), std::to_string(n_hot));
   args.n_hot = n_hot;
   expect(threshold >= 0, "threshold", "0 or more", std::to_string(threshold));

@@ -72,8 +72,8 @@ ExpertStack stack_of(const Tensor& x, const FfnArgs& layer, int64_t experts, con
     STD_TORCH_CHECK(thresholds[e] >= 0, "pi2: thresholds: expected 0 or more, found ", thresholds[e], " for expert ", e,
                     ". Check the plan.");
   if (!thresholds.empty()) stack.thresholds = thresholds.data();
-  STD_TORCH_CHECK(!layer.shaping.cuts() && !layer.shaping.second,
-                  "pi2: activation: expected one without sigmas and second for experts, found some. "
+  STD_TORCH_CHECK(!layer.shaping.cuts() && !layer.shaping.second && !layer.shaping.norms(),
+                  "pi2: activation: expected one without sigmas, second and rms for experts, found some. "
                   "See torch_pi2.ops.experts.");
   if (kind == "none") {
     STD_TORCH_CHECK(tensors.empty() && cuts.empty(),

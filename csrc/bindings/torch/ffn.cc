@@ -100,6 +100,9 @@ FfnArgs with_settings(FfnArgs args, const Tensor& x, ScalarType like, const Mayb
                   "pi2: activation: expected one without second but for gated neurons without an activation on the "
                   "other matrix, found ",
                   activation, ". Correct it.");
+  STD_TORCH_CHECK(!args.shaping.norms() || (args.rows == 3 && !activation_on_up),
+                  "pi2: activation: expected one without rms but for gated neurons without an activation on up, found ",
+                  activation, ". Correct it.");
   args.threshold = static_cast<float>(threshold);
   args.thresholds = static_cast<const float*>(
       bias_data(thresholds, "thresholds", args.neurons, ScalarType::Float, "float32, whatever the weights"));

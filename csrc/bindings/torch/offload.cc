@@ -225,6 +225,9 @@ Tensor stored_ffn(const Tensor& x, int64_t store, int64_t layer, const MaybeTens
                   "pi2: activation: expected one without sigmas where a predictor chooses neurons or some are computed "
                   "elsewhere, found ",
                   activation, ". Every gate of it is needed here.");
+  STD_TORCH_CHECK(!args.shaping.norms() || (first == 0 && parts == 0),
+                  "pi2: activation: expected one without rms where some neurons are computed elsewhere, found ",
+                  activation, ". Its norm is of all neurons together.");
   const Tensor x_dense = dense(x);
   if (parts != 0) {
     const int64_t most = std::min(kGemmTokens, kStreamFrom) - 1, chunks = args.chunks();

@@ -87,14 +87,17 @@ inline constexpr std::uint32_t kActivationCount = sizeof(kActivations) / sizeof(
 // Variations of an activation: out * act(in * min(v, limit)). Its factor is clamp(up, -limit, limit) + plus, unless up
 // has an activation of its own. With `sigmas`, v is the part of the gate above a cut, else 0; the cut is the mean of
 // the token's gates plus `sigmas` of their standard deviations (Gemma 3n). With `second` the matrices change places:
-// the first is up, and the activation is that of the second.
+// the first is up, and the activation is that of the second. With `rms` the products h of a token are divided by the
+// root of their mean square over all neurons plus `rms` (RMSNorm, BitNet): zeros stay zeros. FfnArgs::bias_up then has
+// the norm's weights, factors of h, and up has no bias.
 struct Shaping {
   static constexpr float kInfinity = std::numeric_limits<float>::infinity();
-  float in = 1, out = 1, limit = kInfinity, plus = 0, sigmas = -kInfinity;
+  float in = 1, out = 1, limit = kInfinity, plus = 0, sigmas = -kInfinity, rms = 0;
   bool second = false;
   bool plain = true;  // all of these have their defaults
 
   bool cuts() const { return sigmas > -kInfinity; }
+  bool norms() const { return rms > 0; }
 };
 
 // Runs body(i) for every i in [0, n) on the threads of the host framework; returns when all are done. Inside PyTorch
