@@ -47,7 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source(parser, "model folder", "mistral-7b")
     add("--weights", choices=QUANTIZED, default="int4", help="of what is made (default: int4)")
     add_activations(parser)
-    add("--active", type=float, default=0.1, metavar="SHARE", help="of neurons, which fire in what is made")
+    add("--active", type=float, metavar="SHARE", help="of neurons, which fire in what is made (default: as published)")
+    add("--exact", action="store_true", help="make it with the exact gate, not with a predictor")
     add_lengths(parser, 128, 32, 5)
     add(
         "--batch",
@@ -96,7 +97,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             found=",".join(map(str, batch)),
             fix="Add 1, or use --peer llama.cpp.",
         )
-    folder = args.folder or synthetic_folder(args.shape or "mistral-7b", args.weights, seed, active=args.active)
+    made = {} if args.active is None else {"active": args.active}
+    made |= {"predictor": None} if args.exact else {}
+    folder = args.folder or synthetic_folder(args.shape or "mistral-7b", args.weights, seed, **made)
     machine.reset_peak()
     model: Any = torch_pi2.load(folder, activations=args.activations)
     subject = Subject.of(model, folder)

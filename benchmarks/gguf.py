@@ -7,18 +7,23 @@ writes the header. A Q4_0 block is a float16 scale and 32 4-bit values: 18 bytes
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks.words import END, END_ID, MERGES
 from torch_pi2.base.package import needed
+from torch_pi2.checkpoint.gguf.families import FAMILIES
+from torch_pi2.checkpoint.gguf.source import gguf_name, stack_name
 from torch_pi2.errors import ArtifactError, ConfigError, UnsupportedModelError
 
 #: Hugging Face model types and llama.cpp's name for the same computation.
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3_moe": "qwen3moe"}
+_ARCHITECTURES |= {"arcee": "arcee", "jais2": "jais2", "nemotron_h": "nemotron_h"}
 _BLOCK, _BLOCK_BYTES = 32, 18
 #: ``general.name`` of the files written here.
 _NAME = "synthetic"
@@ -26,8 +31,37 @@ _NAME = "synthetic"
 _CHUNK_BYTES = 1 << 26
 
 
+def _architecture(config: Any) -> str:
+    return _ARCHITECTURES[config.model_type] + "_moe" * ("moe" in getattr(config, "layers_block_type", ()))
+
+
+def _of_class(config: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """As :func:`_tensors`, of the tensors of transformers' class, by the names that imports know."""
+    import gguf
+    from transformers import AutoModelForCausalLM
+
+    arch, layers = _architecture(config), config.num_hidden_layers
+    family = next(family for family in FAMILIES if family.arch == arch)
+    key = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    known = gguf.get_tensor_name_map(key, layers)
+    with torch.device("meta"):
+        tensors = AutoModelForCausalLM.from_config(config).state_dict()
+    for name, tensor in tensors.items():
+        shape, stack = tuple(tensor.shape), re.fullmatch(r".*\.(\d+)\..*\.experts\.(up|down)_proj", name)
+        found = stack_name(int(stack[1]), stack[2]) if stack else gguf_name(known, family, name)
+        assert found is not None, name
+        if found.endswith((".ssm_a", ".ssm_d")):
+            shape = (*shape, 1)
+        elif "ssm_norm" in found:
+            shape = (config.n_groups, shape[0] // config.n_groups)
+        yield found, (shape[0], shape[2]) if "ssm_conv1d.weight" in found else shape
+
+
 def _tensors(config: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and shapes (rows first) in file order. One-dimensional ones and routers are float32, the rest Q4_0."""
+    if config.model_type in ("arcee", "jais2", "nemotron_h"):
+        yield from _of_class(config)
+        return
     hidden, inner, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or hidden // heads
@@ -59,18 +93,25 @@ def _tensors(config: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _experts(config: Any) -> int:
+    if "moe" not in getattr(config, "layers_block_type", ("moe",)):
+        return 0
     return getattr(config, "num_local_experts", getattr(config, "num_experts", 0))
 
 
 def _is_quantised(name: str, shape: tuple[int, ...]) -> bool:
-    return len(shape) > 1 and "ffn_gate_inp" not in name
+    return (
+        len(shape) > 1
+        and "ffn_gate_inp" not in name
+        and ("ssm_" not in name or name.endswith(("in.weight", "out.weight")))
+    )
 
 
 def write_gguf(path: str | Path, config: Any, *, seed: int = 0, tokens: Sequence[str] = ()) -> Path:
     """Write the file, streaming and atomically; one of the same sizes that is there is kept, others are never replaced.
 
     Args:
-        config: a Hugging Face configuration of type llama, mistral, mixtral, qwen2 or qwen3_moe.
+        config: a Hugging Face configuration of type llama, mistral, mixtral, qwen2, qwen3_moe, arcee, jais2
+            or nemotron_h.
         tokens: of :func:`benchmarks.words.vocabulary`, for who reads and writes text: the end of a text, whose row in
             the head is zero, never is the likeliest. Empty: the file has no tokenizer.
 
@@ -111,7 +152,7 @@ def _write(
 ) -> bool:
     """Write ``path``, or only its header if ``unless`` is such a file already; whether it was written."""
     tensors = list(_tensors(config))
-    writer = gguf.GGUFWriter(path, _ARCHITECTURES[config.model_type])
+    writer = gguf.GGUFWriter(path, _architecture(config))
     try:
         _write_header(gguf, writer, config, tensors, vocabulary)
         file = writer.fout[0]
@@ -148,10 +189,14 @@ def _write_header(
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if config.model_type == "nemotron_h":
+        _write_kinds(writer, config)
+    else:
+        writer.add_feed_forward_length(config.intermediate_size)
+        writer.add_head_count_kv(config.num_key_value_heads)
+    for add in (writer.add_layer_norm_rms_eps, writer.add_layer_norm_eps):
+        add(getattr(config, "rms_norm_eps", 1e-5))
     writer.add_key_length(width)
     writer.add_value_length(width)
     writer.add_rope_dimension_count(width)
@@ -175,6 +220,26 @@ def _write_header(
     writer.write_ti_data_to_file()
 
 
+def _write_kinds(writer: Any, config: Any) -> None:
+    """Which layers of Nemotron-H have attention, states or neurons, and their sizes."""
+    moe = "moe" in config.layers_block_type
+    width = config.moe_intermediate_size if moe else config.intermediate_size
+    writer.add_feed_forward_length([width * (kind in ("mlp", "moe")) for kind in config.layers_block_type])
+    kv = config.num_key_value_heads
+    writer.add_head_count_kv([kv * (kind == "full_attention") for kind in config.layers_block_type])
+    writer.add_ssm_conv_kernel(config.conv_kernel)
+    writer.add_ssm_state_size(config.ssm_state_size)
+    writer.add_ssm_group_count(config.n_groups)
+    writer.add_ssm_time_step_rank(config.mamba_num_heads)
+    writer.add_ssm_inner_size(config.mamba_num_heads * config.mamba_head_dim)
+    if moe:
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_expert_feed_forward_length(width)
+        writer.add_expert_shared_feed_forward_length(config.moe_shared_expert_intermediate_size)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+
+
 def _write_tokenizer(gguf: Any, writer: Any, vocabulary: Sequence[str]) -> None:
     writer.add_tokenizer_model("gpt2" if vocabulary else "none")
     if not vocabulary:
@@ -196,8 +261,8 @@ def _stored(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _data(name: str, shape: tuple[int, ...], generator: np.random.Generator) -> Iterator[np.ndarray]:
     if not _is_quantised(name, shape):
-        norm = name.endswith("norm.weight")
-        yield np.ones(shape, np.float32) if norm else generator.normal(0, 0.02, shape).astype(np.float32)
+        ones = {".ssm_a": -1.0}.get(name[-6:], 1.0) if name.endswith(("norm.weight", ".ssm_a")) else None
+        yield np.full(shape, ones, np.float32) if ones else generator.normal(0, 0.02, shape).astype(np.float32)
         return
     blocks = int(np.prod(shape)) // _BLOCK
     scale = np.array([shape[-1] ** -0.5 / 4.6], np.float16).view(np.uint8)  # values of -8..7 have a deviation of 4.6

@@ -25,11 +25,13 @@ WORK = Path("work") / "bench"
 #: The C++ runner, as `make runner` builds it.
 RUNNER = Path("build/runner/pi2/pi2_runner")
 #: Shapes where the share of neurons that fire is not 10 %: 15 % of each expert's in TurboSparse-Mixtral; 25 % in
-#: SmallThinker, whose gates are all computed and whose experts are used evenly; all neurons of SwiGLU experts.
+#: SmallThinker, whose gates are all computed and whose experts are used evenly; all neurons of SwiGLU experts. 9.3 % of
+#: Nemotron 3 Nano's (docs/MODELS.md has the source); of AFM, Jais-2 and Nemotron-H nothing is published.
 FIRING: dict[str, dict[str, Any]] = {
     "mixtral-8x7b": {"active": 0.15},
     "mixtral-8x7b-quarter": {"active": 0.15},
     "smallthinker-4b": {"active": 0.25, "predictor": None, "locality": 0.0},
+    "nemotron-nano-30b": {"active": 0.093, "locality": 0.0},
     **{name: {"active": 1.0, "predictor": None, "locality": 0.0} for name in ("qwen3-30b-a3b", "gpt-oss-20b")},
 }
 
@@ -79,12 +81,13 @@ def _sizes(model: nn.Module) -> str:
     return f"{name}, {layers} layers of {size}" if layers and size else name
 
 
-def synthetic_folder(shape: str, weights: str, seed: int, *, active: float | None = None) -> Path:
-    """A synthetic model with random weights in ``WORK``, made if it is not there."""
+def synthetic_folder(shape: str, weights: str, seed: int, **settings: Any) -> Path:
+    """A synthetic model with random weights in ``WORK``, made if it is not there; ``settings``: others than usual."""
     import torch_pi2
 
-    firing = {"active": 0.1} | FIRING.get(shape, {}) | ({} if active is None else {"active": active})
-    made = WORK / f"{shape}-{weights}-{firing['active']:g}"
+    firing = {"active": 0.1} | FIRING.get(shape, {}) | settings
+    exact = "-exact" if "predictor" in settings and settings["predictor"] is None else ""
+    made = WORK / f"{shape}-{weights}-{firing['active']:g}{exact}"
     if not (made / PI2_FOLDER).is_dir():
         torch_pi2.synthetic(made, shape, weights=weights, seed=seed, **firing)
     return made

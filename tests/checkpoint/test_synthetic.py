@@ -194,6 +194,33 @@ def test_other_architectures_run(tmp_path: Path, kind: str, weights: str) -> Non
     assert float((found - wanted).norm() / wanted.norm()) < 0.05
 
 
+STATES = {"mamba_num_heads": 4, "mamba_head_dim": 32, "n_groups": 2, "ssm_state_size": 16, "n_routed_experts": 4}
+STATES |= {"num_experts_per_tok": 2, "moe_intermediate_size": 512, "moe_shared_expert_intermediate_size": 1024}
+STATES |= {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]}
+
+
+@pytest.mark.parametrize("kind", ["arcee", "jais2", "nemotron_h"])
+def test_layers_without_gates_fire_as_often_as_asked(tmp_path: Path, kind: str) -> None:
+    shape = SMALL | {"model_type": kind, "intermediate_size": 1024, "hidden_size": 256, "num_key_value_heads": 4}
+    shape |= {"num_attention_heads": 4, "head_dim": 64, "vocab_size": 512} | (STATES if kind == "nemotron_h" else {})
+    if kind == "nemotron_h":
+        del shape["num_hidden_layers"]
+        with pytest.raises(ConfigError, match=r"layers=...\): expected 4, the kinds that the shape lists"):
+            torch_pi2.synthetic(tmp_path / "n", shape, layers=3)
+    torch_pi2.synthetic(tmp_path / "m", shape, active=0.1, rank=32, locality=0)
+    plan = Plan.load(tmp_path / "m" / "pi2")
+    assert {(layer.method, layer.site.form) for layer in plan.layers} == {("lowrank", "relu2(up)")}
+    dense = load_dense(tmp_path / "m", dtype=torch.float32)
+    ids_NT = torch.randint(512, (16, 32), generator=torch.Generator().manual_seed(0))
+    for layer in torch_pi2.zeros(dense, ids_NT, tokens=512).layers:
+        assert layer.zeros == pytest.approx(0.9, abs=0.02)
+    model = torch_pi2.load(tmp_path / "m", dtype=torch.float32)
+    with torch.no_grad():
+        wanted, found = dense(ids_NT[:1]).logits, model(ids_NT[:1]).logits
+    assert float((found - wanted).norm() / wanted.norm()) < 0.05
+    assert float(wanted.std()) < 3  # blocks add little
+
+
 @pytest.mark.parametrize(("kind", "method"), [("llama", "dense"), ("qwen3_moe", "exact")])
 def test_swiglu(tmp_path: Path, kind: str, method: str) -> None:
     """Layers all of whose neurons are computed; over a store they give the same."""
@@ -243,7 +270,10 @@ def test_random_rows_have_their_deviation_and_zeros_past_the_end(weights: str) -
     ("settings", "message"),
     [
         ({"shape": "mistral-8b"}, r"expected mistral-7b, llama-1b, .* found 'mistral-8b'"),
-        ({"shape": {"model_type": "opt"}}, r"shape's model_type: expected llama, .*, qwen3_moe, olmoe, found 'opt'"),
+        (
+            {"shape": {"model_type": "opt"}},
+            r"shape's model_type: expected llama, .*, arcee, .*, found 'opt'",
+        ),
         ({"active": 0.0}, r"synthetic\(active=...\): expected more than 0, at most 0.9, or 1, found 0.0"),
         ({"weights": "int3"}, r"synthetic\(weights=...\): expected int4 or int8 or float32 or .*, found 'int3'"),
         ({"active": 1.0}, r"predictor=...\): expected None where every neuron is computed .*, found 'lowrank'"),

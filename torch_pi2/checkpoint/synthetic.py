@@ -11,6 +11,7 @@ import copy
 import hashlib
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import FLOATS, QUANTIZED, row_bytes
-from torch_pi2.graph.experts import expert_sites
+from torch_pi2.graph.find import search
 from torch_pi2.ops import load as load_library
 from torch_pi2.predict.file import FittedPredictors, save_predictors
 from torch_pi2.store.folder import PI2_FOLDER, check_replaceable, declare
@@ -44,7 +45,7 @@ from torch_pi2.store.weights import WEIGHTS_FILE, metadata, neuron_specs
 from torch_pi2.types.config import Config
 from torch_pi2.types.method import Method
 from torch_pi2.types.plan import LayerPlan, Plan
-from torch_pi2.types.site import ExpertsForm, FFNSite, LinearRef
+from torch_pi2.types.site import FFNSite
 
 #: Output of a block relative to the noise of the embedding: 64 blocks change the stream by 16 %.
 _BLOCK = 0.02
@@ -73,11 +74,12 @@ def synthetic(
     """Write a synthetic model to ``folder``; returns its description (also in its config.json).
 
     Memory stays at some hundred MB whatever the size. Norms and embedding are bfloat16 and everything else is
-    quantised, or everything is float. Layers are ReGLU, or SwiGLU with ``active=1``.
+    quantised, or everything is float. Layers are ReGLU (without a gate: relu2), or with ``active=1`` of SiLU.
 
     Args:
         shape: a name in ``torch_pi2.store.synthetic.SHAPES``, or configuration values with ``model_type`` llama,
-            mistral, qwen2, mixtral, qwen3_moe or olmoe. Routers choose all experts about equally often.
+            mistral, qwen2, mixtral, qwen3_moe, olmoe, arcee, jais2 or nemotron_h. Routers choose all experts about
+            equally often.
         active: mean share of neurons that fire for a token, in every layer. 1: all of them, as in SwiGLU, without a
             predictor (``predictor=None``).
         weights: ``int4``, ``int8``, or ``float32``, ``bfloat16`` or ``float16``, which quantise nothing.
@@ -118,9 +120,11 @@ def synthetic(
         "locality": locality,
         "seed": seed,
     } | ({} if distinct_layers is None else {"distinct_layers": distinct_layers})
-    more = {"hidden_act": "silu" if active == 1 else "relu"} | ({} if layers is None else {"num_hidden_layers": layers})
-    more |= {"dtype": weights} if weights in FLOATS else {}
-    config = build_config(shape, **more, torch_pi2_synthetic=label)
+    more = ({} if layers is None else {"num_hidden_layers": layers}) | ({"dtype": weights} if weights in FLOATS else {})
+    config = build_config(shape, active < 1, **more, torch_pi2_synthetic=label)
+    if layers is not None and config.num_hidden_layers != layers:
+        expected, fix = f"{config.num_hidden_layers}, the kinds that the shape lists", "Change layers_block_type."
+        raise ConfigError("synthetic(layers=...)", expected=expected, found=repr(layers), fix=fix)
     folder = Path(folder).resolve()
     check_replaceable(folder)
     with replacing_folder(folder) as staging:
@@ -139,47 +143,36 @@ class _Writer:
         self.kind = str(label["weights"])
         self.dtype = DTYPES.get(self.kind, torch.bfloat16)  # of float tensors
         self.hidden = config.hidden_size
-        self.experts = getattr(config, "num_local_experts", getattr(config, "num_experts", 0))
-        self.intermediate = getattr(config, "moe_intermediate_size", config.intermediate_size)
         with torch.device("meta"):
             self._model: nn.Module = AutoModelForCausalLM.from_config(config)
         self._generator = torch.Generator().manual_seed(int(label["seed"]))
         self._d = direction(self.hidden, self._generator)
         self._swiglu = label["active"] == 1
-        if self._swiglu:  # half of the gates are positive
-            self._p = torch.full((self.intermediate,), 0.5, dtype=torch.float64)
-        else:
-            self._p = power_law(self.intermediate, float(label["active"]))
-        hot = self.intermediate if self._swiglu else int((self._p >= float(label["hot_frequency"])).sum())
-        # hot neurons of an expert would depend on how often it is chosen
-        self.n_hot = 0 if self.experts else hot
+        self._p: dict[int, torch.Tensor] = {}  # number of neurons -> how often they fire
 
-    def sites(self) -> list[FFNSite]:
-        """The same sites as from ``find_sites``."""
-        owners = [f"model.layers.{i}.mlp" for i in range(self.config.num_hidden_layers)]
-        activation = "silu" if self._swiglu else "relu"
-        sites: list[FFNSite] = []
-        for index, owner in enumerate(owners):
-            if self.experts:
-                form = ExpertsForm(self.experts, self.intermediate, self.hidden, activation, False)
-                owner += ".experts"
-                sites += expert_sites(owner, form, type(self._model.get_submodule(owner)).__name__, len(sites))
-                continue
-            gate, up, down = (LinearRef(f"{owner}.{name}_proj.weight") for name in ("gate", "up", "down"))
-            class_name, size = type(self._model.get_submodule(owner)).__name__, (self.hidden, self.intermediate)
-            sites.append(FFNSite(owner, index, activation, False, gate, up, down, *size, owner, class_name))
-        return sites
+    def _frequencies(self, neurons: int) -> torch.Tensor:
+        if neurons not in self._p:  # of SwiGLU half of the gates are positive
+            half = torch.full((neurons,), 0.5, dtype=torch.float64)
+            self._p[neurons] = half if self._swiglu else power_law(neurons, float(self.label["active"]))
+        return self._p[neurons]
+
+    def _n_hot(self, site: FFNSite) -> int:
+        if site.experts is not None:  # it would depend on how often the expert is chosen
+            return 0
+        hot = int((self._frequencies(site.intermediate) >= float(self.label["hot_frequency"])).sum())
+        return site.intermediate if self._swiglu else hot
 
     def write(self, folder: Path) -> None:
-        sites = self.sites()
-        in_sites = {ref.weight for site in sites for ref in site.refs.values()}
+        sites = search(self._model, on_meta=True).sites
+        in_sites = {name for site in sites for name in site.parameter_names}
         linears = {
             name: module
             for name, module in self._model.named_modules()
             if isinstance(module, nn.Linear) and f"{name}.weight" not in in_sites
         }
         elsewhere = in_sites | {f"{name}.weight" for name in linears}
-        floats = {name: tuple(p.shape) for name, p in self._model.named_parameters() if name not in elsewhere}
+        kept, values = self._model.state_dict(), [*self._model.named_parameters(), *self._model.named_buffers()]
+        floats = {name: tuple(t.shape) for name, t in values if name not in elsewhere and name in kept}
         text = json.dumps([self.label, self.config.to_dict()], sort_keys=True, default=str)
         model_hash = hashlib.sha256(f"torch_pi2.synthetic {text}".encode()).hexdigest()
         specs = {name: Spec(shape, self.dtype) for name, shape in floats.items()}
@@ -202,18 +195,19 @@ class _Writer:
                     out.write(name, tensor.to(self.dtype), row=row)
             for name, linear in linears.items():
                 rows, columns = linear.weight.shape
-                deviation = (_BLOCK if name.endswith("o_proj") else 1) / math.sqrt(columns)
+                deviation = (_BLOCK if name.endswith(("o_proj", "out_proj")) else 1) / math.sqrt(columns)
                 for start in range(0, rows, _CHUNK):
                     count = min(_CHUNK, rows - start)
                     made = random_rows(count, columns, self.kind, deviation, self._generator)
                     out.write_bytes(f"{name}.weight", made.flatten(), start * made.shape[1])
-            per_layer = max(1, self.experts)
-            made_sites = per_layer * int(self.label.get("distinct_layers", len(sites)))
-            for index, site in enumerate(sites):
-                if index < made_sites:
+            alike: dict[Any, list[FFNSite]] = defaultdict(list)
+            for site in sites:
+                group = alike[site.intermediate, site.up.expert]
+                group.append(site)
+                twin = group[(len(group) - 1) % int(self.label.get("distinct_layers", len(sites)))].key
+                if twin == site.key:
                     self._write_site(site, out, predictors)
                     continue
-                twin = sites[index % made_sites].key
                 out.copy(f"{site.key}.bundles", f"{twin}.bundles")
                 if twin in predictors:
                     predictors[site.key] = copy.deepcopy(predictors[twin])  # safetensors takes no shared memory
@@ -223,13 +217,13 @@ class _Writer:
             save_predictors(folder, predictors, model_hash)
 
     def _float(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[int, torch.Tensor]]:
-        if name.endswith("embed_tokens.weight"):
+        if name.endswith(("embed_tokens.weight", "embeddings.weight")):
             for start in range(0, shape[0], _CHUNK):
                 rows = (min(_CHUNK, shape[0] - start), shape[1])
                 yield start, embedding_noise(*rows, float(self.label["locality"]), self._generator) + self._d
         elif name.endswith("bias"):
-            yield 0, torch.randn(shape, generator=self._generator) * 0.1
-        elif name.endswith("mlp.gate.weight"):
+            yield 0, torch.randn(shape, generator=self._generator) * 0.1 * ("attn" in name)
+        elif name.endswith(".gate.weight"):
             # orthogonal to d, which all tokens have, and of one length: experts are chosen about equally often
             router = torch.randn(shape, generator=self._generator)
             router -= (router @ self._d)[:, None] * (self._d / self.hidden)
@@ -238,27 +232,34 @@ class _Writer:
             yield 0, torch.ones(shape)
 
     def _write_site(self, site: FFNSite, out: TensorWriter, predictors: FittedPredictors) -> None:
-        gate = GateMaker(self._d, self._p, self.kind, self._generator, rank=int(self.label["rank"]))
+        p_I = self._frequencies(site.intermediate)
+        gate = GateMaker(self._d, p_I, self.kind, self._generator, rank=int(self.label["rank"]))
         # second moment of h: about 1/4 for relu(gate) up where it is not zero, about 1/8 for silu(gate) up
         moment = 1 / 8 if self._swiglu else float(self.label["active"]) / 4
-        down = _BLOCK / math.sqrt(moment * self.intermediate)
-        for start in range(0, self.intermediate, _CHUNK):
-            stop = min(start + _CHUNK, self.intermediate)
-            neuron_rows = torch.empty((stop - start, 3, row_bytes(self.kind, self.hidden)), dtype=torch.uint8)
+        if not site.gated:  # relu2(up), up normal with deviation 1 / sqrt(2)
+            up_SI = torch.special.ndtri(torch.rand(64, 1, generator=self._generator)) + gate.beta
+            moment = float((up_SI / math.sqrt(2)).relu().pow(4).mean())
+        down, rows = _BLOCK / math.sqrt(moment * site.intermediate), site.rows_per_neuron
+        for start in range(0, site.intermediate, _CHUNK):
+            stop = min(start + _CHUNK, site.intermediate)
+            neuron_rows = torch.empty((stop - start, rows, row_bytes(self.kind, self.hidden)), dtype=torch.uint8)
             neuron_rows[:, 0] = gate.rows(start, stop)
-            for row, deviation in ((1, 1 / math.sqrt(self.hidden)), (2, down)):
+            for row, deviation in ((-2, 1 / math.sqrt(self.hidden)), (-1, down))[3 - rows :]:
                 neuron_rows[:, row] = random_rows(stop - start, self.hidden, self.kind, deviation, self._generator)
             out.write(f"{site.key}.bundles", neuron_rows, row=start)
-        if gate.rank and self.n_hot < self.intermediate:
-            predictors[site.key] = gate.predictor(self.n_hot)
+        for name in neuron_specs(site, self.kind):
+            if ".bias_" in name:
+                out.write(name, torch.zeros(out.specs[name].shape, dtype=out.specs[name].dtype))
+        if gate.rank and self._n_hot(site) < site.intermediate:
+            predictors[site.key] = gate.predictor(self._n_hot(site), rows)
 
     def _layer_plan(self, site: FFNSite, predictors: FittedPredictors) -> LayerPlan:
-        order = torch.arange(self.intermediate, dtype=torch.int32)  # made in order of frequency
-        predictor = predictors.get(site.key)
+        order = torch.arange(site.intermediate, dtype=torch.int32)  # made in order of frequency
+        predictor, n_hot = predictors.get(site.key), self._n_hot(site)
         method = Method.EXACT if predictor is None else Method.LOWRANK
-        if self.n_hot == self.intermediate:
+        if n_hot == site.intermediate:
             method = Method.DENSE
         share = 1.0
         if predictor is not None and predictor.card is not None:
             share = predictor.card.predicted_active
-        return LayerPlan(site, method, self.n_hot, order, 0.0, share)
+        return LayerPlan(site, method, n_hot, order, 0.0, share)

@@ -171,8 +171,8 @@ class GateMaker:
             self._scores.append(torch.addmm(self._bias[-1], self._z, b.T))
         return rows
 
-    def predictor(self, first_cold: int) -> LowRankRows:
-        """The predictor, after all rows were made, measured on neurons from ``first_cold`` on."""
+    def predictor(self, first_cold: int, rows: int = 3) -> LowRankRows:
+        """The predictor, after all rows were made, measured on neurons from ``first_cold`` on, of ``rows`` rows."""
         scores = torch.cat(self._scores, 1)[:, first_cold:]
         fires = torch.cat(self._fires, 1)[:, first_cold:]
         firing = scores[:_TOKENS][fires[:_TOKENS]].sort().values
@@ -186,7 +186,7 @@ class GateMaker:
             precision=hits / max(1, int(predicted.sum())),
             predicted_active=float(predicted.float().mean()) if predicted.numel() else 0.0,
             bytes=sum(t.nbytes for t in made.tensors().values()),
-            cost_share=made.macs / (3 * hidden * neurons),
+            cost_share=made.macs / (rows * hidden * neurons),
             rank=self.rank,
         )
         return made
@@ -228,6 +228,9 @@ CLASSES = {
     "mixtral": "Mixtral",
     "qwen3_moe": "Qwen3Moe",
     "olmoe": "Olmoe",
+    "arcee": "Arcee",
+    "jais2": "Jais2",
+    "nemotron_h": "NemotronH",
 }
 _COMMON = {
     "max_position_embeddings": 4096,
@@ -240,8 +243,9 @@ _COMMON = {
 }
 
 
-def build_config(shape: str | Mapping[str, Any], **more: Any) -> Any:
+def build_config(shape: str | Mapping[str, Any], zeros: bool = False, **more: Any) -> Any:
     """A transformers configuration of ``shape`` (a name in ``SHAPES`` or configuration values), updated with ``more``.
+    ``zeros``: of ReLU (relu2 where layers have no gate), not SiLU.
     Raises ConfigError: unknown name or model type, or mismatched sizes. LibraryMissingError: transformers is not
     installed.
     """
@@ -255,6 +259,9 @@ def build_config(shape: str | Mapping[str, Any], **more: Any) -> Any:
     if kind not in CLASSES:
         fix = "Synthetic models are of these."
         raise ConfigError("shape's model_type", expected=", ".join(CLASSES), found=repr(kind), fix=fix)
+    ungated = kind in ("arcee", "jais2", "nemotron_h")
+    act = {"mlp_hidden_act" if kind == "nemotron_h" else "hidden_act": "relu2" if ungated else "relu"}
+    values |= act if zeros else dict.fromkeys(act, "silu")
     config_class = getattr(transformers, f"{CLASSES[kind]}Config")
     try:
         return config_class(**(_COMMON | values | more), architectures=[f"{CLASSES[kind]}ForCausalLM"])
