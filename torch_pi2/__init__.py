@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch_pi2.checkpoint.importing import import_quantized as import_quantized
     from torch_pi2.checkpoint.pack import pack as pack
     from torch_pi2.checkpoint.quantize import quantize as quantize
+    from torch_pi2.checkpoint.rwkv import import_rwkv as import_rwkv
     from torch_pi2.checkpoint.save_load import load as load
     from torch_pi2.checkpoint.save_load import load_dense as load_dense
     from torch_pi2.checkpoint.save_load import save as save
@@ -61,6 +62,7 @@ _FROM = {
     "checkpoint.stored": ("load_mapped",),
     "checkpoint.pack": ("pack",),
     "checkpoint.quantize": ("quantize",),
+    "checkpoint.rwkv": ("import_rwkv",),
     "checkpoint.save_load": ("load", "load_dense", "save"),
     "checkpoint.synthetic": ("synthetic",),
     "decode.plan_controller": ("follow",),

@@ -118,7 +118,7 @@ def test_same_layers(name: str) -> None:
 
 def test_every_step_has_settings_of_its_own() -> None:
     steps = "find_sites fit follow load optimize pack plan plan_for profile quantize restore save synthetic"
-    steps += " import_gguf import_quantized"
+    steps += " import_gguf import_quantized import_rwkv"
     functions = [getattr(torch_pi2, name) for name in steps.split()]
     functions[0] = search  # find_sites is a part of it
     assert [f.__name__ for f in functions if not hasattr(f, "__wrapped__")] == []

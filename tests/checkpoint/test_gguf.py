@@ -503,7 +503,7 @@ def test_docs_name_every_architecture() -> None:
     assert not {family.arch for family in FAMILIES if f"`{family.arch}`" not in text}
 
 
-@pytest.mark.parametrize("arch", ["rwkv7", "smallthinker"])
+@pytest.mark.parametrize("arch", ["rwkv6", "smallthinker"])
 def test_what_transformers_does_not_have(made: Any, tmp_path: Path, arch: str) -> None:
     changed = ggufs.rewritten(made("llama")[2], tmp_path / "a.gguf", keys={"general.architecture": arch})
     with pytest.raises(UnsupportedModelError, match=rf"found '{arch}'\. transformers.*has no class for it; llama\.cpp"):

@@ -26,7 +26,7 @@ def model() -> Any:
 
 @pytest.mark.parametrize("family", QUICK)
 def test_steps_and_pieces_are_those_of_transformers(family: str) -> None:
-    model = tiny_family(family)
+    model = recurrent.tiny(family)
     wanted = usual(model, prompt())
     made, decoder = answered(model, prompt())
     assert off(made, wanted) < 1e-5

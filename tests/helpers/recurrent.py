@@ -1,4 +1,4 @@
-"""Every family of transformers with recurrent states, tiny and random: what a ``Decoder`` of it does, and is it equal.
+"""Every family with recurrent states, tiny and random: what a ``Decoder`` of it does, and is it equal.
 
 ``python tests/helpers/recurrent.py`` writes docs/STATES.md; tests/decode/test_states.py compares.
 """
@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import rwkv7s
 import torch
 from families import VOCAB, families, tiny_family, write
 from torch import nn
@@ -23,7 +24,7 @@ PAGE = ROOT / "docs" / "STATES.md"
 #: Beside those whose code uses a cache of states: they keep their states elsewhere.
 ELSEWHERE = ("minimax", "recurrent_gemma", "rwkv", "xlstm")
 #: Some that the default test run looks at.
-QUICK = ("nemotron_h", "mamba", "lfm2")
+QUICK = ("nemotron_h", "mamba", "lfm2", "rwkv7")
 PROMPT, NEW = 11, 14
 
 
@@ -44,8 +45,12 @@ class Row:
 
 
 def with_states() -> list[str]:
-    """Families whose tiny model has recurrent states."""
-    return [name for name in families() if name in ELSEWHERE or _has_states(name)]
+    """Families whose tiny model has recurrent states, and RWKV-7, whose code is here."""
+    return sorted([*(name for name in families() if name in ELSEWHERE or _has_states(name)), "rwkv7"])
+
+
+def tiny(family: str) -> nn.Module:
+    return rwkv7s.model() if family == "rwkv7" else tiny_family(family)
 
 
 @cache
@@ -143,7 +148,7 @@ def drafted(model: nn.Module, wanted: torch.Tensor) -> str:
     return "yes" if made == wanted.argmax(-1).tolist() else "NO"
 
 
-def judge(family: str, make: Callable[[str], nn.Module] = tiny_family) -> Row:
+def judge(family: str, make: Callable[[str], nn.Module] = tiny) -> Row:
     try:
         model: Any = make(family)
         kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ["of its own"]
@@ -171,10 +176,10 @@ def judge(family: str, make: Callable[[str], nn.Module] = tiny_family) -> Row:
 HEAD = """# Recurrent states
 
 Written by `python tests/helpers/recurrent.py`, and compared with what it would write by the long tests
-(tests/decode/test_states.py). Families of transformers whose layers have recurrent states (Mamba's, of short
-convolutions, of linear attention) in place of keys and values or beside them, with random weights in a tiny
-configuration. "Yes" is the greedy answer of transformers' own `generate`, with the same logits up to the order of
-floating-point sums.
+(tests/decode/test_states.py). Families of transformers (and `rwkv7`, which is here) whose layers have recurrent states
+(Mamba's, of short convolutions, of linear attention) in place of keys and values or beside them, with random weights in
+a tiny configuration. "Yes" is the greedy answer of transformers' own `generate`, with the same logits up to the order
+of floating-point sums.
 
 * **steps**: prompts and steps of a `Decoder`, and so `torch_pi2.generate`, `serve` and `model.generate`.
 * **recorded**: steps are replayed without the model's Python code; "eager": its code makes other calls each time.

@@ -19,7 +19,7 @@ _MOST_ROWS = 40
 
 
 class Import:
-    """Import a quantised model, a GGUF file or a folder, for every other command.
+    """Import a quantised model, a GGUF file or a folder, for every other command; or RWKV-7's .pth, for `optimize`.
 
     Folders may be quantised by GPTQ, AWQ, compressed-tensors or torchao. Matrices keep their precision, bit for bit,
     if one of our formats has it (GGUF's Q4_0, Q8_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, IQ4_NL); others are rounded
@@ -33,7 +33,7 @@ class Import:
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument
-        add("source", type=Path, metavar="SOURCE", help="a .gguf file, or a folder")
+        add("source", type=Path, metavar="SOURCE", help="a .gguf or .pth file, or a folder")
         common.add_out(parser)
         which = "which feed-forward layers become neurons, and in what; auto: experts, and those that can be sparse"
         add("--neurons", choices=IMPORT_NEURONS, default="auto", help=which)
@@ -42,13 +42,15 @@ class Import:
 
     @staticmethod
     def run(args: argparse.Namespace) -> dict[str, Any]:
-        from torch_pi2 import import_gguf, import_quantized
+        from torch_pi2 import import_gguf, import_quantized, import_rwkv
         from torch_pi2.profiling.text import stdlib_text
         from torch_pi2.store.gguf import gguf_in
 
         common.check_out(args.out)
         how, named = {"neurons": args.neurons, "progress": not args.quiet}, args.predictors
-        if not args.source.is_dir() or gguf_in(args.source) is not None:
+        if args.source.suffix == ".pth":
+            report = import_rwkv(args.source, args.out)
+        elif not args.source.is_dir() or gguf_in(args.source) is not None:
             text = stdlib_text("train", max_bytes=1 << 16) if named == "stdlib" else None
             text = common.text_in(named, "--predictors") if named not in (None, "stdlib") else text
             report = import_gguf(args.source, args.out, predictors=text, **how)

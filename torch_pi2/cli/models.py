@@ -107,13 +107,13 @@ def load_dense(args: argparse.Namespace) -> nn.Module:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         from torch_pi2.checkpoint.save_load import pretrained
-        from torch_pi2.rewrite.skeleton import named_class
+        from torch_pi2.rewrite.skeleton import named_class, own_classes
         from torch_pi2.store.folder import read_config
 
         of, made_by = _of_transformers(args), AutoModelForCausalLM
         if not (Path(args.model) / "adapter_config.json").is_file():  # which names another model
             if Path(args.model).is_dir():
-                read_config(Path(args.model))  # with clearer errors than transformers'
+                own_classes(read_config(Path(args.model)))  # with clearer errors than transformers'
             made_by = named_class(AutoConfig.from_pretrained(args.model, **of)) or made_by
         return pretrained(made_by, args.model, dtype=dtype_of(args) or "auto", **of).eval()
 

@@ -295,8 +295,8 @@ def _match_down(gm: fx.GraphModule, walk: Walk, tensors: Tensors, taken: set[fx.
     if found == "linear":
         return None
     if not isinstance(found, Formula):
-        if any(op_name(node.target) in _STATISTICS for node in region):
-            return None  # a norm, which :mod:`.skipped` reports
+        if intermediate < hidden or any(op_name(node.target) in _STATISTICS for node in region):
+            return None  # a product of low rank, or a norm, which :mod:`.skipped` reports
         seen.unknown.append(([*sources, down], ", ".join(dict.fromkeys(op_name(n.target) for n in region))))
         return None
     if norm is not None:

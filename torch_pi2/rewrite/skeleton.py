@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -50,7 +51,7 @@ def model_config(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
     with needed("transformers", "hf"):
         from transformers import AutoConfig
     if os.path.lexists(Path(folder) / "config.json"):
-        read_config(Path(folder))  # explains a damaged file better than transformers
+        own_classes(read_config(Path(folder)))  # which explains a damaged file better than transformers
     with _building(folder):
         trust = trusted(folder, trust_remote_code)
         found = AutoConfig.from_pretrained(folder, trust_remote_code=trust, local_files_only=True)
@@ -58,6 +59,12 @@ def model_config(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
     if isinstance(said, dict) and said.get("quant_method") == HF_METHOD:
         del found.quantization_config  # of the folder: the model may be made dense, and saved so
     return found
+
+
+def own_classes(config: Mapping[str, Any]) -> None:
+    """Make transformers know the model of ``config`` if it is one that only this package has."""
+    if config.get("model_type") == "rwkv7":
+        importlib.import_module("torch_pi2.layers.rwkv7")
 
 
 def named_class(config: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -168,6 +168,14 @@ _NEMOTRON_H: dict[str, Any] = {"kind": "nemotron_h", "told": _BIASES, "names": _
 _BITNET = {"attn_sub_norm": "inner_attn_ln", "mlp.ffn_sub_norm": "mlp.ffn_layernorm"}
 _CLIP, _PARALLEL = {"attention.clamp_kqv": "clip_qkv"}, {"use_parallel_residual": "use_parallel_residual"}
 _ADJUST = "block_auto_adjust_ff_dim"
+_RWKV7 = {"ffn_x_k": "ffn.x_k", "_lora.lora.0": "1", "_lora.lora.2.bias": "0", "_lora.lora.2": "2", "g_norm": "ln_x"}
+_RWKV7 |= {"attn_norm": "ln1", "ffn_norm": "ln2", ".attn.": ".attention.", ".ffn.": ".feed_forward."}
+#: Attribute -> tensor of the last block whose rows it counts, and key.
+_RANKS = {"intermediate_size": ("channel_mix_key", "feed_forward_length")}
+_RANKS |= {"decay_low_rank_dim": ("time_mix_w1", "attention.decay_lora_rank")}
+_RANKS |= {"a_low_rank_dim": ("time_mix_a1", "attention.iclr_lora_rank")}
+_RANKS |= {"v_low_rank_dim": ("time_mix_v1", "attention.value_residual_mix_lora_rank")}
+_RANKS |= {"gate_low_rank_dim": ("time_mix_g1", "attention.gate_lora_rank")}
 _TEMPERATURE = "attention.temperature_scale"
 FAMILIES = (
     Family("llama", _LOCAL, {**_SILU, "sliding_window": None}, "mixtral", needs="expert_count", permuted=True),
@@ -215,11 +223,12 @@ FAMILIES = (
     Family("glm4", told=_QKV, partial=True),
     Family("chatglm", kind="glm", told=_QKV, partial=True),
     Family("hunyuan-dense", kind="hunyuan_v1_dense", told=_QKV),
+    Family("rwkv7", fixed={"hidden_act": "sqrelu"}, names=_RWKV7),
 )
 
 
 #: Architectures of which transformers has no class.
-_NOT_IN_TRANSFORMERS = ("rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7", "smallthinker")
+_NOT_IN_TRANSFORMERS = ("rwkv6", "rwkv6qwen2", "arwkv7", "smallthinker")
 
 
 def _unsupported(file: GgufFile, expected: str, found: str, part: str = "") -> NoReturn:
@@ -249,8 +258,8 @@ class ArchMetadata:
     """A file's metadata by keys of its architecture. ``unused``: keys that were not read."""
 
     def __init__(self, file: GgufFile, arch: str) -> None:
-        self._file, self._prefix = file, f"{arch}."
-        self.unused = {key[len(arch) + 1 :] for key in file.metadata if key.startswith(self._prefix)}
+        self._file, self.prefix = file, f"{arch}."
+        self.unused = {key[len(arch) + 1 :] for key in file.metadata if key.startswith(self.prefix)}
 
     def number(self, key: str, default: Any = None, *, least: float = 0, most: float = 1 << 31) -> Any:
         """A number, whole but for ``_FRACTIONS``. Raises ArtifactError: invalid, or missing without a ``default``."""
@@ -263,7 +272,7 @@ class ArchMetadata:
         kinds, whole = ((int, float), "") if key.endswith(_FRACTIONS) else ((int,), "whole ")
         if type(found) not in kinds or not least <= found <= most:
             raise ArtifactError(
-                f"{self._prefix}{key} in {self._file.path}",
+                f"{self.prefix}{key} in {self._file.path}",
                 expected=f"a {whole}number from {least:g} to {most:g}",
                 found=shown("nothing" if found is None else found),
                 fix="Get the file again, or convert the model with a current llama.cpp.",
@@ -272,10 +281,10 @@ class ArchMetadata:
 
     def get(self, key: str) -> Any:
         self.unused.discard(key)
-        return self._file.metadata.get(self._prefix + key)
+        return self._file.metadata.get(self.prefix + key)
 
     def has(self, key: str) -> bool:
-        return self._prefix + key in self._file.metadata
+        return self.prefix + key in self._file.metadata
 
 
 def arch_number(file: GgufFile, family: Family, key: str) -> int:
@@ -287,6 +296,8 @@ def configuration(file: GgufFile) -> dict[str, Any]:
     """Arguments for transformers' configuration of the file's family. Raises UnsupportedModelError, ArtifactError."""
     family, arch = family_of(file), str(file.metadata["general.architecture"])
     meta = ArchMetadata(file, arch)
+    if arch == "rwkv7":
+        return _rwkv7(file, meta)
     config: dict[str, Any] = {"model_type": family.model_type, **family.fixed}
     required = _REQUIRED - ({"feed_forward_length"} if "expert_feed_forward_length" in family.keys else set())
     for key, attribute in family.attributes.items():
@@ -342,13 +353,31 @@ def configuration(file: GgufFile) -> dict[str, Any]:
         own |= {key: meta.get(key) for key in [*meta.unused] if key.startswith("ssm.")}
         own["expert_shared_feed_forward_length"] = config.get("intermediate_size")
     seen = {"rope.dimension_sections", "n_deepstack_layers"} if "vl" in arch else set()  # of images
+    _check_unused(file, meta, own, seen)
+    return config
+
+
+def _check_unused(file: GgufFile, meta: ArchMetadata, own: Mapping[str, Any], seen: Set[str] = frozenset()) -> None:
+    """Raises UnsupportedModelError: a key that nothing has read says neither its value in ``own`` nor nothing."""
     for key in sorted(meta.unused - _ELSEWHERE - seen):
         found = meta.get(key)
         values = found if isinstance(found, list) else [found]
         if not all(value in (*_NEUTRAL.get(key, ()), own.get(key)) for value in values):
             said = "" if isinstance(found, list) else f" {shown(found)}"
-            _unsupported(file, "metadata that is known, or changes nothing", f"{arch}.{shown(key)}{said}")
-    return config
+            _unsupported(file, "metadata that is known, or changes nothing", f"{meta.prefix}{shown(key)}{said}")
+
+
+def _rwkv7(file: GgufFile, meta: ArchMetadata) -> dict[str, Any]:
+    """Sizes are those of tensors, which metadata must not contradict."""
+    table, blocks = file.tensor("token_embd.weight"), meta.number("block_count", least=1)
+    ranks = {name: file.tensor(f"blk.{blocks - 1}.{of}.weight").rows for name, (of, _) in _RANKS.items()}
+    config = {"model_type": "rwkv7", "hidden_size": table.columns, "vocab_size": table.rows, **ranks}
+    config |= {"num_hidden_layers": blocks, "head_dim": meta.number("wkv.head_size", least=1), "group_norm_eps": 64e-5}
+    config["norm_eps"] = meta.number(_LAYER_NORM, most=1)
+    config["max_position_embeddings"] = meta.number("context_length", least=1)
+    own = {key: ranks[name] for name, (_, key) in _RANKS.items()} | {"attention.head_count": 0, "token_shift_count": 2}
+    _check_unused(file, meta, own | {"embedding_length": table.columns, "vocab_size": table.rows})
+    return config | _special_tokens(file, table.rows)
 
 
 def _special_tokens(file: GgufFile, vocabulary: int) -> dict[str, Any]:

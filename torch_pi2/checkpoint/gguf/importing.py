@@ -29,6 +29,7 @@ from torch_pi2.checkpoint.pack import pack
 from torch_pi2.errors import Pi2Error, UnsupportedModelError, check_choice
 from torch_pi2.formats import IMPORT_NEURONS
 from torch_pi2.ops import load as load_library
+from torch_pi2.rewrite.skeleton import own_classes
 from torch_pi2.store.folder import PI2_FOLDER, check_replaceable, read_config
 from torch_pi2.store.gguf import GgufModel, gguf_in
 from torch_pi2.store.parts import Parts
@@ -96,10 +97,10 @@ def import_gguf(
 
 
 def _write_config(checkpoint: GgufCheckpoint, folder: Path) -> None:
-    from transformers import CONFIG_MAPPING, GenerationConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig
 
     values = configuration(checkpoint.file)
+    own_classes(values)
     try:
         config = CONFIG_MAPPING[values.pop("model_type")](**values)
     except Exception as error:  # its checks raise many types
@@ -109,7 +110,7 @@ def _write_config(checkpoint: GgufCheckpoint, folder: Path) -> None:
             found=" ".join(str(error).split())[:200],
             fix="The file is damaged, or transformers too old for it: pip install -U transformers.",
         ) from error
-    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
     largest = max(checkpoint.file.tensors.values(), key=lambda tensor: tensor.nbytes)
     config.dtype = "bfloat16" if largest.type.name in ("F16", "BF16") else "float32"  # as llama.cpp's activations
     config.save_pretrained(folder)

@@ -29,6 +29,8 @@ _SCALE_BYTES = 2
 #: Ends of the names of vectors and stacks of vectors that are matrices in files: of one column, or a row per group.
 _BARE = (".ssm_a", ".ssm_d")
 _VECTORS = (*_BARE, ".ssm_norm.weight")
+#: RWKV-7's mixes of a token and the one before, in one tensor.
+_MIXES = re.compile(r"model\.layers\.(\d+)\.attn\.x_([rwkvag])")
 #: One-row matrices, which llama.cpp's converter writes as vectors.
 _ONE_ROW = ".ffn_gate_inp_shexp.weight"
 
@@ -124,6 +126,9 @@ class GgufCheckpoint(Closing):
                 return None
             first = expert * tensor.shape[1]
             return tensor, first, first + tensor.shape[1]
+        mix = _MIXES.fullmatch(name)
+        if mix and (tensor := self.file.tensors.get(f"blk.{mix[1]}.time_mix_lerp_fused.weight")) is not None:
+            return tensor, (row := "rwkvag".index(mix[2])), row + 1
         base, _, suffix = name.rpartition(".")
         module, _, number = base.rpartition(".")
         if number.isdigit() and (known := self._names.get_name(module)):  # one matrix of a stack
@@ -165,6 +170,11 @@ class GgufCheckpoint(Closing):
             shape = (stop * tensor.columns,)
         if tensor.name.endswith(("conv1d.weight", "conv.weight")):
             shape = (stop, 1, tensor.columns)
+        if _MIXES.fullmatch(name):
+            shape = (1, 1, tensor.columns)
+        if tensor.name.endswith(".time_mix_r_k.weight"):
+            width = arch_number(self.file, self.family, "wkv.head_size")
+            shape = (tensor.columns // width, width)
         return Spec(shape, _FLOATS.get(tensor.type.name, torch.float32))
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
@@ -203,14 +213,14 @@ class GgufCheckpoint(Closing):
         """Parameter ``name``, or its rows ``[start, stop)``, exactly (16-bit floats in their dtype)."""
         tensor, first, last = self._tensor(name)
         spec = self.spec(name)
-        if len(spec.shape) == 1:
+        if 1 in (len(spec.shape), len(tensor.shape)):
             order = self._order(tensor)
             values = _values(self.file.read_rows(tensor.name, 0, tensor.rows), tensor).flatten()
             values = values if order is None else values[order]
             if tensor.name.endswith(".ssm_a"):
                 values = _check_finite((-values).log(), tensor.name)
             offset = self.family.norm_offset if tensor.name.endswith("norm.weight") else 0.0
-            return (values - offset)[slice(*(rows or (0, None)))]
+            return (values - offset).view(spec.shape)[slice(*(rows or (0, None)))]
         if _is_by_neuron(tensor):
             return _values(self.rows(name, 0, last), tensor).T[slice(*(rows or (0, None)))]
         start, stop = rows or (0, last - first)
@@ -237,6 +247,7 @@ class GgufCheckpoint(Closing):
         shared = ArchMetadata(self.file, self.family.arch).number("attention.shared_kv_layers", 0)
         own = range(blocks - shared, blocks)
         late = {f"blk.{block}.attn_{part}.weight" for block in own for part in ("k", "v", "k_norm")}
+        late |= {f"blk.0.time_mix_v{part}.weight" for part in range(3)}  # which the first layer of RWKV-7 has not
         return sorted(set(self.file.tensors) - self.used - set(self.predictors()) - late)
 
     def predictor(self, block: int) -> tuple[torch.Tensor, torch.Tensor]:

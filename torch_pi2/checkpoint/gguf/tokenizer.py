@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -24,6 +25,11 @@ _CONTROL, _USER_DEFINED = 3, 4
 #: A space in the tokens of SentencePiece.
 _SPACE = "\u2581"
 _TOKENS = "tokenizer.ggml.tokens"
+#: The template that llama.cpp calls rwkv-world.
+RWKV_CHAT = (
+    "{% for m in messages %}{{ {'user': 'User: ', 'assistant': 'Assistant: '}.get(m.role, '') + m.content.strip() }}"
+    "{{ '\n\n' }}{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
+)
 
 
 def _splits() -> dict[str, str]:
@@ -40,7 +46,7 @@ def write_tokenizer(file: GgufFile, folder: Path) -> str:
     model, pre = file.metadata.get("tokenizer.ggml.model"), file.metadata.get("tokenizer.ggml.pre", "")
     if model in (None, "none") or not isinstance(file.metadata.get(_TOKENS), list):
         return "the file has none"
-    if model not in ("llama", "gpt2") or (model == "gpt2" and pre not in (_GPT2, *_splits())):
+    if model not in ("llama", "gpt2", "rwkv") or (model == "gpt2" and pre not in (_GPT2, *_splits())):
         return f"of a kind that transformers does not know, {shown(str(model))} {shown(str(pre))}"
     arch = str(file.metadata.get("general.architecture"))
     try:
@@ -52,10 +58,14 @@ def write_tokenizer(file: GgufFile, folder: Path) -> str:
         if model == "gpt2":
             made = _byte_level(vocabulary["tokens"], vocabulary.get("token_type", ()), pre)
             about = {"add_bos_token": pre in _LIKE_LLAMA3, **about}
+        elif model == "rwkv":
+            made = longest_matches([_unescaped(token) for token in vocabulary["tokens"]], vocabulary.get("token_type"))
+            if about.get("chat_template") == "rwkv-world":
+                about["chat_template"] = RWKV_CHAT
         else:  # merges apart, with which tokenizers take seconds
             made, _ = convert_gguf_tokenizer(arch, vocabulary | {"merges": []})
         ids = made.get_vocab(with_added_tokens=False)
-        if model == "gpt2" or given:
+        if model != "llama" or given:
             merges = _checked(given, ids)
         else:
             merges = _implied_merges(ids, None if arch.startswith("gemma") else vocabulary["scores"])
@@ -156,6 +166,45 @@ def _byte_level(tokens: Sequence[str], kinds: Sequence[int], pre: str) -> Any:
         if kind in (_CONTROL, _USER_DEFINED):
             made.add_tokens([AddedToken(token, normalized=False, special=kind == _CONTROL)])
     return made
+
+
+def _unescaped(token: str) -> bytes:
+    """The bytes of a token of RWKV, which files have as Python writes them."""
+    return token.encode("latin-1", "backslashreplace").decode("unicode_escape").encode("latin-1")
+
+
+def longest_matches(tokens: Sequence[bytes], kinds: Sequence[int] | None = None) -> Any:
+    """A tokenizer that takes the longest of all tokens at each byte, as RWKV does; ``kinds``: those of GGUF files.
+
+    ``tokenizers`` has no such model: a pre-tokenizer's regular expression, the tree of all tokens, splits the text.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    letters, tree = bytes_to_unicode(), dict[str, Any]()
+    words = ["".join(letters[byte] for byte in token) for token in tokens]
+    normal = [word for word, kind in zip(words, kinds or [1] * len(words), strict=True) if kind == 1]
+    for word in normal:
+        node = tree
+        for letter in word:
+            node = node.setdefault(letter, {})
+        node[""] = None
+    if len(tree) < 256 or any("" not in tree[letter] for letter in letters.values()):
+        raise ValueError("it lacks a byte")
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}))
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.pre_tokenizer = pre_tokenizers.Sequence([bytes_, pre_tokenizers.Split(Regex(_pattern(tree)), "isolated")])
+    made.decoder = decoders.ByteLevel()
+    controls = [word for word, kind in zip(words, kinds or ()) if kind == _CONTROL]
+    made.add_tokens([AddedToken(word, normalized=False, special=True) for word in controls])
+    return made
+
+
+def _pattern(tree: Mapping[str, Any]) -> str:
+    """A regular expression of the words in ``tree``, which finds the longest one."""
+    ends = "".join(re.escape(letter) for letter, more in tree.items() if more is not None and [*more] == [""])
+    longer = [re.escape(letter) + _pattern(more) for letter, more in tree.items() if more and [*more] != [""]]
+    return f"(?:{'|'.join(longer + ([f'[{ends}]'] if ends else []))}){'?' if '' in tree else ''}"
 
 
 def _as_llama_cpp_splits(tokenizer: Any, prefix: bool) -> None:
