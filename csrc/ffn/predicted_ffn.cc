@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/scratch.h"
+#include "pi2/linear.h"
 #include "pi2/predict.h"
 
 namespace pi2 {
@@ -21,7 +22,9 @@ Args of_layer(Args predictor, const FfnArgs& args, std::uint8_t* active) {
 }  // namespace
 
 void predict(const Predictor& predictor, const FfnArgs& args, std::uint8_t* active, const ParallelFor& parallel) {
-  if (predictor.kind == Predictor::Kind::kSignbit)
+  if (predictor.kind == Predictor::Kind::kGate)
+    predict_gate(args, predictor.gate_rows, active, parallel);
+  else if (predictor.kind == Predictor::Kind::kSignbit)
     predict_signbit(of_layer(predictor.signbit, args, active), parallel);
   else
     predict_lowrank(of_layer(predictor.lowrank, args, active), parallel);
@@ -30,7 +33,10 @@ void predict(const Predictor& predictor, const FfnArgs& args, std::uint8_t* acti
 void predicted_ffn(const Predictor& predictor, const FfnArgs& layer, const ParallelFor& parallel) {
   FfnArgs args = layer;
   const std::int64_t cold = args.neurons - args.n_hot, all = args.tokens;
-  if (cold == 0 || predictor.kind == Predictor::Kind::kNone) return sparse_ffn(args, parallel);
+  // Prompts need nearly every neuron, and int8 activations compute them otherwise.
+  const bool gate = predictor.kind == Predictor::Kind::kGate;
+  const bool none = predictor.kind == Predictor::Kind::kNone || (gate && all >= kGemmTokens);
+  if (cold == 0 || none) return sparse_ffn(args, parallel);
   std::int64_t tiles = std::max<std::int64_t>(1, kMaskBytes / (kPassTokens * cold));
   constexpr std::int64_t kOneReading = kPromptTokens / kPassTokens;
   if (tiles > kOneReading) tiles -= tiles % kOneReading;

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "base/convert.h"
+#include "base/parallel.h"
 #include "base/scratch.h"
 #include "base/timings.h"
 #include "base/trace.h"
@@ -25,6 +26,7 @@
 #include "ffn/panels.h"
 #include "pi2/ffn.h"
 #include "pi2/kernels.h"
+#include "pi2/predict.h"
 
 namespace pi2 {
 namespace {
@@ -802,6 +804,58 @@ void sparse_ffn(const FfnArgs& args, const ParallelFor& parallel) {
     else
       for (std::int64_t t = 0; t < tokens; ++t) tokenwise.out(start + t, y_TW + t * width, squares_of(pass, t));
   }
+}
+
+void predict_gate(const FfnArgs& layer, const void* rows, std::uint8_t* active, const ParallelFor& parallel) {
+  const Timed timed(Timed::kPredictor, layer.neurons - layer.n_hot, layer.hidden);
+  const TraceSpan span(Stage::kPredict, layer.neurons - layer.n_hot, layer.tokens);
+  FfnArgs args = layer;  // a layer whose neurons are these rows
+  args.source = nullptr;
+  args.neuron_rows = rows;
+  args.rows = 1;
+  args.other_down = false;
+  args.bias_up = layer.rows == 3 ? layer.bias_gate : layer.bias_up;
+  const std::int64_t width = is_quantized(args.w_dtype) ? padded(args.hidden) : args.hidden;
+  float* x_TW = scratch(Scratch::kInput, args.tokens * width + args.hidden);
+  const Tokenwise tokenwise(args, kernels(), x_TW + args.tokens * width);
+  for (std::int64_t t = 0; t < args.tokens; ++t) tokenwise.in(t, x_TW + t * width);
+
+  struct Blocks {
+    Pass pass;
+    std::uint8_t* active;
+    Tokens everyone;
+
+    void run(std::int64_t block) const {
+      const TraceSpan rows_span(Stage::kPredictRows, block);
+      const FfnArgs& of = pass.args;
+      const std::int64_t first = of.n_hot + block * kScan, end = std::min(first + kScan, of.neurons);
+      const std::int64_t cold = of.neurons - of.n_hot;
+      std::int64_t ids[2 * kDotRows];
+      float gate_NT[kDotRows * kPassTokens];
+      for (std::int64_t i = first; i < end; i += kDotRows) {
+        for (std::int64_t k = 0; k < 2 * kDotRows; ++k) ids[k] = std::min(i + k, end - 1);
+        const std::int64_t some = std::min(kDotRows, end - i);
+        pass.dot(ids, some, 0, 1, everyone, gate_NT, ids + kDotRows);
+        for (std::int64_t k = 0; k < some; ++k) {
+          const float bias = pass.bias(of.bias_up, i + k), threshold = of.threshold_of(i + k);
+          for (std::int64_t t = 0; t < pass.tokens; ++t) {
+            const float value = activate(of, gate_NT[k * pass.tokens + t] + bias);
+            active[t * cold + i + k - of.n_hot] = !(std::fabs(value) <= threshold);  // as in fire()
+          }
+        }
+      }
+    }
+  };
+  Pass pass{args, kernels(), width, x_TW, nullptr, args.tokens, nullptr, nullptr, nullptr, nullptr, nullptr, 0, 0, 0};
+  Blocks blocks{pass, active, {}};
+  for (std::int64_t t = 0; t < args.tokens; ++t) blocks.everyone.add(t, x_TW, width);
+  const std::int64_t cold = args.neurons - args.n_hot;
+  Dynamic::run(
+      args.tokens * cold * args.hidden < kTinyMacs ? serial() : parallel, (cold + kScan - 1) / kScan,
+      [](void* b, std::int64_t block) { static_cast<const Blocks*>(b)->run(block); }, &blocks);
+  Counters done;
+  done.gate_rows = cold * args.tokens;
+  count(done);
 }
 
 }  // namespace pi2

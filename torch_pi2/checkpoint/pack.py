@@ -97,7 +97,8 @@ def pack(
             else stays as it is. ``int4`` or ``int8``: neurons and other linear layers are quantised (lossy). Meanwhile
             neurons are kept beside ``folder_out``. For folders of quantised neurons: None, or their own format.
         cluster: neurons that are read and cached together, a power of two up to 64. Default: 1 if a predictor chooses
-            neurons; otherwise whole layers are read, in clusters of some 200 KB, which devices read best.
+            neurons, or an exact gate that the plan knows to fire seldom; otherwise whole layers are read, in clusters
+            of some 200 KB, which devices read best (also for budgets of less than the gates of all layers).
         ranks: more than 1 writes shards, each the store of one machine, in folders ``rank-0-of-N`` and so on.
             :func:`torch_pi2.load` reads them in a group of as many processes (docs/DISTRIBUTED.md).
         shares: relative share of the neurons for each machine (default: equal).
@@ -223,6 +224,8 @@ class _Packer:
         if not parts:  # they are in the reader's store
             parts = {n: weights.pop(n) for n in list(weights) if part_of(n) is not None}
         sites = {"sites": json.dumps({layer.site.key: self.reader.strategy(layer.site.key) for layer in here.layers})}
+        # a shard and a bundle keep no gates in memory
+        gates = shard is None and any(layer.gate_decides for layer in self.plan.layers)
         return StoreAssembly(
             self.plan,
             layers,
@@ -230,7 +233,7 @@ class _Packer:
             lambda name: beside if name in beside.specs else reader,
             reader.metadata | sites,
             _provenance(self.whole, self.reader),
-            cluster=self.cluster,
+            cluster=self.cluster or (1 if gates else None),
             shard=shard,
         )
 

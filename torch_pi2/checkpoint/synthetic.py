@@ -259,7 +259,7 @@ class _Writer:
         method = Method.EXACT if predictor is None else Method.LOWRANK
         if n_hot == site.intermediate:
             method = Method.DENSE
-        share = 1.0
+        share = float(self._frequencies(site.intermediate)[n_hot:].mean()) if n_hot < site.intermediate else 1.0
         if predictor is not None and predictor.card is not None:
             share = predictor.card.predicted_active
         return LayerPlan(site, method, n_hot, order, 0.0, share)

@@ -9,6 +9,7 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch_pi2.base.progress import log
 from torch_pi2.base.units import mebibytes, parse_bytes
 from torch_pi2.errors import ConfigError
 from torch_pi2.graph.routed import chosen_shares
+from torch_pi2.layers.offloaded import OffloadedFFN
 from torch_pi2.ops.constants import chunk_neurons, constants, lists
 from torch_pi2.rewrite.state import ModelState, store_and_budget, store_of
 from torch_pi2.store.storefile import StoreReader
@@ -62,7 +64,13 @@ def set_budget(model: nn.Module, budget: float | str) -> Budget:
         ArtifactError: the neurons that fill the cache cannot be read, or the store has been closed.
     """
     store, parts = store_and_budget(model)
-    made = parts.with_total(parse_bytes(budget), store.path.parent.parent)
+    total = parse_bytes(budget)
+    if parts.gates and total < parts.smallest:  # the rows of exact gates are not needed
+        parts = replace(parts, gates=0)
+        for module in model.modules():
+            if isinstance(module, OffloadedFFN):
+                module.gate_rows = None
+    made = parts.with_total(total, store.path.parent.parent)
     if made.cache > store.opened_bytes:
         most = parts.smallest + parts.in_slots(store.opened_bytes)
         raise ConfigError(
@@ -172,9 +180,22 @@ def divide_budget(
         "neuron_tables": tables + sum(y.thresholds.nbytes for y in plan.layers if y.thresholds is not None),
     }
     left = budget_bytes - sum(parts.values())
+    whole = count * (slot + SLOT_BYTES)
+    gates, decided = 0, set[str]()
+    if store.shard is None and left < whole and config.engine != "mmap":
+        for entry, layer in zip(store.entries, plan.layers):
+            if 0 < (size := gate_bytes(entry, layer)) <= left - gates:
+                gates += size
+                decided.add(layer.site.key)
+        # with gates fewer neurons are wanted, but fewer are in memory
+        every = sum(layer.site.intermediate for layer in plan.layers)
+        some = sum(wanted_neurons(layer, layer.site.key in decided) for layer in plan.layers)
+        if some * (whole - left + gates) >= every * (whole - left):
+            gates, decided = 0, set()
+    left -= gates
     chosen = chosen_shares(model_config, [layer.site for layer in plan.layers])
     slots_wanted = sum(
-        chosen.get(layer.site.experts, 1.0) * -(-round(wanted_neurons(layer)) // entry.cluster)
+        chosen.get(layer.site.experts, 1.0) * -(-wanted_neurons(layer, layer.site.key in decided) // entry.cluster)
         for layer, entry in zip(plan.layers, store.entries)
     )
     token = slot * math.ceil(slots_wanted)
@@ -187,11 +208,16 @@ def divide_budget(
             fix=f"Give it more, or lower {LESS}.",
         )
     slots = min(count, left // (slot + SLOT_BYTES))
-    found = {"cache": slots * slot, "neurons": count * slot, "token": token, "slot": slot}
+    found = {"gates": gates, "cache": slots * slot, "neurons": count * slot, "token": token, "slot": slot}
     made = Budget(total=budget_bytes, **parts, **found, context=context, piece_tokens=piece_tokens(context))
     if slots < count and made.cache < token and config.engine != "mmap":
         _warn_below_cliff(made, Path(store.path).parent.parent)
     return made
+
+
+def gate_bytes(entry: LayerEntry, layer: LayerPlan) -> int:
+    """Bytes of the rows that say exactly which neurons of a layer fire; 0: keeping them in memory would not pay."""
+    return entry.neurons * entry.row_bytes if layer.gate_decides and entry.cluster == 1 else 0
 
 
 def _warn_below_cliff(budget: Budget, folder: Path) -> None:
@@ -252,9 +278,9 @@ def piece_tokens(context: int) -> int:
     return max(constants().pass_tokens, min(PIECE_TOKENS, context))
 
 
-def wanted_neurons(layer: LayerPlan) -> int:
-    """Mean number of neurons that a token reads in a layer: all of them without a predictor."""
-    if layer.method not in PREDICTED:
+def wanted_neurons(layer: LayerPlan, decided: bool = False) -> int:
+    """Mean number of neurons that a token reads in a layer: all of them if no predictor or gate in memory decides."""
+    if layer.method not in PREDICTED and not decided:
         return layer.site.intermediate
     return layer.n_hot + round(layer.n_cold * layer.expected_active)
 

@@ -333,14 +333,13 @@ class InStore:
             return operator(x, *arguments)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """``model.to(...)`` leaves the neurons on ``meta``."""
-        neuron_rows = self._buffers["neuron_rows"]
-        assert neuron_rows is not None
-        self._buffers["neuron_rows"] = torch.empty(0, dtype=neuron_rows.dtype)
+        """``model.to(...)`` leaves the neurons on ``meta``, and rows of gates as they are."""
+        kept = {name: self._buffers.get(name) for name in ("neuron_rows", "gate_rows")}
+        self._buffers |= {name: torch.empty(0, dtype=t.dtype) for name, t in kept.items() if t is not None}
         try:
             return super()._apply(fn, recurse)  # type: ignore[misc]
         finally:
-            self._buffers["neuron_rows"] = neuron_rows
+            self._buffers |= {name: t for name, t in kept.items() if t is not None}
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, in {self.store.path.name}"  # type: ignore[misc]
@@ -360,6 +359,8 @@ class OffloadedFFN(InStore, SparseFFN):
     announced = False
     #: Number of first neurons in plan order that are computed elsewhere.
     first = 0
+    #: Gate rows (up rows of a layer without gates), if they stay in memory: few tokens then read only what fires.
+    gate_rows: torch.Tensor | None
 
     @classmethod
     def over(
@@ -369,6 +370,7 @@ class OffloadedFFN(InStore, SparseFFN):
         layer = cls.empty(site, layer_plan, kind, **settings)
         assert isinstance(layer, OffloadedFFN)
         layer._store, layer.store_layer = (store,), store_layer  # a tuple: not a module
+        layer.register_buffer("gate_rows", None, persistent=False)
         check_store_layer(store, store_layer, site)
         return layer
 
@@ -407,7 +409,9 @@ class OffloadedFFN(InStore, SparseFFN):
         return self._stored(x, self.asked(), n_hot, self.threshold)
 
     def _compute(self, x: torch.Tensor, n_hot: int, threshold: float) -> torch.Tensor:
-        return self._stored(x, ([], NO_PREDICTOR, 0.0, "", False), n_hot, threshold)
+        if self.gate_rows is None or n_hot == self.site.intermediate:
+            return self._stored(x, ([], NO_PREDICTOR, 0.0, "", False), n_hot, threshold)
+        return self._stored(x, ([self.gate_rows], "gate", 0.0, "", False), n_hot, threshold)
 
     def _stored(self, x: torch.Tensor, asked: tuple[Any, ...], n_hot: int, threshold: float) -> torch.Tensor:
         return self._call(x, asked, n_hot, threshold, self.bias_down, 0)

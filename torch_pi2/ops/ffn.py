@@ -194,6 +194,8 @@ def stored_ffn(
 
     Args:
         reader: a ``torch_pi2.store.storefile.StoreReader``; the operator takes the number of an open store.
+        predictor, kind: also ``gate`` with ``[rows]``, the first rows of all neurons, ``[I, H]`` or quantised: the same
+            bits as ``none``, and of fewer than ``constants().gemm_tokens`` tokens only neurons that fire are read.
         first: number of first neurons in plan order that are computed elsewhere; not a multiple of 64 changes bits.
         parts: 0: the result. Else the number of the layer's chunks: their sums are returned, float32 ``[parts, T, H]``,
             without the down bias, for fewer tokens than ``constants().gemm_tokens``. Chunks of a shard's layer
@@ -205,7 +207,7 @@ def stored_ffn(
     hot, neurons = max(0, n_hot - first), len(neuron_rows)
     weights = reader.operand_of(reader.keys[layer])
     active = None
-    if kind != "none":
+    if kind not in ("none", "gate"):
         marks = predicted(x, predictor, kind, cut, predictor_weights, predictor_int8_activations)
         active = marks[..., marks.shape[-1] - (neurons - hot) :]
     how = (activation, activation_on_up)

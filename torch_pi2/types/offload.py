@@ -115,6 +115,7 @@ class Budget:
     Attributes:
         total: the whole budget. fixed: attention, embeddings, head, norms and biases.
         predictors: of all layers. neuron_tables: bookkeeping. staging: for neurons that a full cache cannot take.
+        gates: gate rows that stay in memory (docs/STORE.md), of as many layers as there is room for.
         kv: KV cache for ``context`` tokens, of all sequences together.
         activations: of a prompt of ``context`` tokens in chunks of ``piece_tokens`` (:class:`torch_pi2.Decoder`), with
             buffers of operators and some MiB for objects and threads.
@@ -136,11 +137,13 @@ class Budget:
     slot: int
     context: int
     piece_tokens: int = PIECE_TOKENS
+    gates: int = 0
 
     @property
     def smallest(self) -> int:
         """The smallest budget: everything but neurons, which are then all read from flash."""
-        return self.fixed + self.predictors + self.kv + self.staging + self.activations + self.neuron_tables
+        parts = self.fixed, self.predictors, self.gates, self.kv, self.staging, self.activations, self.neuron_tables
+        return sum(parts)
 
     @property
     def whole(self) -> int:

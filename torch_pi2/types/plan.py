@@ -30,7 +30,7 @@ from torch_pi2.base.memory import let_go
 from torch_pi2.base.reading import read_bytes
 from torch_pi2.base.tensorfile import Spec, packed, read_tensors
 from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError, check_made_from
-from torch_pi2.ops.activations import exact_zeros
+from torch_pi2.ops.activations import cuts, exact_zeros
 from torch_pi2.types.method import METHODS, PREDICTED, Method
 from torch_pi2.types.offload import OffloadConfig
 from torch_pi2.types.site import FFNSite
@@ -70,6 +70,14 @@ class LayerPlan:
     @property
     def n_cold(self) -> int:
         return self.site.intermediate - self.n_hot
+
+    @property
+    def gate_decides(self) -> bool:
+        """Whether gates in memory save most reads from a store: cold neurons are known to fire less than half of the
+        time. Not of experts, whose routing decides, nor where a cut needs every neuron's gate anyway.
+        """
+        gated = self.method in (Method.EXACT, Method.THRESHOLD) and not cuts(self.site.activation)
+        return gated and self.site.experts is None and self.expected_active < 0.5
 
 
 @dataclass

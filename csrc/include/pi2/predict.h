@@ -57,12 +57,18 @@ struct SignbitArgs {
 
 void predict_signbit(const SignbitArgs& args, const ParallelFor& parallel);
 
+// The gate itself, lossless: active[t, c] = whether cold neuron c fires for token t, with the products of sparse_ffn.
+// `rows`: gate rows (up rows of a layer without gates) of all neurons of `layer`, which may have a source for the
+// others. For fewer than kGemmTokens tokens (linear.h), and not for a layer that cuts (Shaping).
+void predict_gate(const FfnArgs& layer, const void* rows, std::uint8_t* active, const ParallelFor& parallel);
+
 // A predictor of any kind, or none.
 struct Predictor {
-  enum class Kind { kNone, kLowrank, kSignbit };
+  enum class Kind { kNone, kLowrank, kSignbit, kGate };
   Kind kind = Kind::kNone;
   LowrankArgs lowrank;
   SignbitArgs signbit;
+  const void* gate_rows = nullptr;  // kGate
 };
 
 // active = the mask [args.tokens, args.neurons - args.n_hot] of the neurons that the layer computes. x, its dtype,
@@ -71,7 +77,7 @@ void predict(const Predictor& predictor, const FfnArgs& args, std::uint8_t* acti
 
 // predict, then sparse_ffn, with the same bits; hidden sizes must agree. Long prompts are cut into slices with
 // kMaskBytes of mask (at least 64 tokens), so that memory does not grow with the prompt; a slice counts as a call in
-// counters and timings. Kind kNone: sparse_ffn alone.
+// counters and timings. Kind kNone, and kGate for kGemmTokens tokens or more: sparse_ffn alone.
 constexpr std::int64_t kMaskBytes = 1 << 23;
 void predicted_ffn(const Predictor& predictor, const FfnArgs& args, const ParallelFor& parallel);
 

@@ -1,0 +1,130 @@
+"""Exact gates that stay in memory over a store: the bits of the model in memory, and reads of what fires alone."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from operators import opcheck
+from tiny_models import tiny
+
+import torch_pi2
+from torch_pi2.layers.of_model import sparse_layers
+from torch_pi2.layers.offloaded import OffloadedFFN
+from torch_pi2.ops import ffn as reference
+from torch_pi2.ops.constants import constants
+from torch_pi2.store.storefile import StoreReader
+
+#: Gated with relu, without a gate, and with a threshold of each neuron's own.
+KINDS: dict[str, dict[str, Any]] = {
+    "llama-bias": {},
+    "opt": {},
+    "llama": {"method": "threshold", "score": "output", "sparsity": 0.7},
+}
+IDS = torch.randint(3, 64, (8, 16), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module", params=[(kind, form) for kind in KINDS for form in ("float", "int4")], ids="-".join)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    kind, form = request.param
+    model, made = tiny(kind), tmp_path_factory.mktemp("gates")
+    with torch.no_grad():
+        for name, bias in model.named_parameters():
+            if name.endswith(("gate_proj.bias", "fc1.bias")):
+                bias.fill_(-1.0)
+    torch_pi2.save(torch_pi2.optimize(model, IDS, **({"method": "exact"} | KINDS[kind])), made / "saved")
+    torch_pi2.pack(made / "saved", made / "store", cluster=1, **({} if form == "float" else {"weights": form}))
+    return made / "store"
+
+
+def within(folder: Path, share: float) -> Any:
+    """A model that has room for ``share`` of its neurons."""
+    whole = torch_pi2.stats(torch_pi2.load(folder, budget="1GiB"))["budget"]
+    assert whole.gates == 0  # all neurons are in memory
+    return torch_pi2.load(folder, budget=whole.smallest + whole.in_slots(int(whole.neurons * share)))
+
+
+def layers(model: Any) -> list[Any]:
+    found = sparse_layers(model)
+    assert found
+    return list(found)
+
+
+def test_the_bits_are_those_in_memory_and_only_what_fires_is_wanted(folder: Path) -> None:
+    memory, model = torch_pi2.load(folder), within(folder, 0.6)
+    budget = torch_pi2.stats(model)["budget"]
+    rows = [layer.gate_rows for layer in layers(model)]
+    assert budget.gates == sum(r.nbytes for r in rows) > 0
+    for tokens in (1, 3, constants().gemm_tokens - 1, constants().gemm_tokens):
+        for mine, theirs in zip(layers(model), layers(memory), strict=True):
+            x_TH = torch.randn(tokens, mine.site.hidden)
+            torch_pi2.stats(model, reset=True)
+            assert torch.equal(mine(x_TH), theirs(x_TH))
+            wanted, every = torch_pi2.stats(model)["wanted"], mine.site.intermediate
+            assert (wanted == every) if tokens == constants().gemm_tokens else (wanted < every or tokens > 1)
+            mine.gate_rows, kept = None, mine.gate_rows
+            torch_pi2.stats(model, reset=True)
+            mine(x_TH)
+            mine.gate_rows = kept
+            assert torch_pi2.stats(model)["wanted"] == every
+    texts = [torch_pi2.generate(m, IDS[:1], max_new_tokens=12, eos_token_id=[]).sequences for m in (memory, model)]
+    assert texts[0] == texts[1]
+
+
+def test_small_budgets_keep_what_fits_and_a_smaller_one_gives_it_back(folder: Path) -> None:
+    model = within(folder, 0.6)
+    before, text = torch_pi2.stats(model)["budget"], torch_pi2.generate(model, IDS[:1], max_new_tokens=4).sequences
+    least = before.smallest - before.gates
+    assert torch_pi2.set_budget(model, before.smallest).gates == before.gates
+    assert torch_pi2.set_budget(model, least).gates == 0
+    assert [layer.gate_rows for layer in layers(model)] == [None] * len(layers(model))
+    assert torch_pi2.generate(model, IDS[:1], max_new_tokens=4).sequences == text
+    assert torch_pi2.stats(torch_pi2.load(folder, budget=least))["budget"].gates == 0
+    one = before.gates // len(layers(model))
+    some = torch_pi2.load(folder, budget=least + one)
+    kept = [layer.gate_rows is not None for layer in layers(some)]
+    assert sum(kept) <= 1
+    assert torch_pi2.stats(some)["budget"].total == least + one
+    assert torch_pi2.generate(some, IDS[:1], max_new_tokens=4).sequences == text
+
+
+def test_conversions_and_copies_leave_the_rows_as_they_are(folder: Path) -> None:
+    model = within(folder, 0.6)
+    layer = layers(model)[0]
+    rows = layer.gate_rows.clone()
+    assert isinstance(layer, OffloadedFFN)
+    layer.to(torch.bfloat16)
+    assert torch.equal(layer.gate_rows, rows)
+    assert torch.equal(layers(copy.deepcopy(model))[0].gate_rows, rows)
+
+
+def test_the_operator(folder: Path) -> None:
+    model = within(folder, 0.6)
+    layer = layers(model)[0]
+    x = torch.randn(2, 3, layer.site.hidden)
+    biases, form = (
+        (layer.bias_gate, layer.bias_up, layer.bias_down),
+        (layer.site.activation, layer.site.activation_on_up),
+    )
+    after = ("gate", 0.0, "", False, *form, layer.n_hot, layer.threshold, layer.int8_activations, 0, layer.thresholds)
+    arguments = (layer.store.number, layer.store_layer, *biases, [layer.gate_rows], *after)
+    opcheck(torch.ops.pi2.stored_ffn.default, (x, *arguments), {})
+    with StoreReader(folder / "pi2" / "model.pi2") as reader:
+        wanted = reference.stored_ffn(x, reader, *arguments[1:])
+    torch.testing.assert_close(torch.ops.pi2.stored_ffn(x, *arguments), wanted, atol=1e-5, rtol=1e-4)
+    for rows, found in (([], "found 0 tensors"), ([layer.gate_rows[1:]], "gate rows: expected contiguous")):
+        with pytest.raises(RuntimeError, match=found):
+            torch.ops.pi2.stored_ffn(x, *arguments[:5], rows, *after)
+
+
+@pytest.mark.parametrize(("how", "cluster"), [({}, 1), ({"method": "exact"}, None)])
+def test_neurons_lie_apart_where_a_gate_decides(how: dict[str, Any], cluster: int | None, tmp_path: Path) -> None:
+    """Without statistics nothing is known of what fires: whole layers are read, in clusters."""
+    model = tiny("llama-bias")
+    torch_pi2.save(torch_pi2.optimize(model, IDS if cluster else None, method="exact"), tmp_path / "saved")
+    torch_pi2.pack(tmp_path / "saved", tmp_path / "store")
+    with StoreReader(tmp_path / "store" / "pi2" / "model.pi2") as reader:
+        assert (reader.entries[0].cluster == 1) == (cluster == 1)
