@@ -81,6 +81,7 @@ FORMATS = {
         Format("q4_k", 9, 4, block=256, block_bytes=144),
         Format("q5_k", 10, 5, block=256, block_bytes=176),
         Format("q6_k", 11, 6, block=256, block_bytes=210),
+        Format("tq2_0", 12, 2, block=256, block_bytes=66),
     )
 }
 #: Formats for quantising weights.

@@ -8,8 +8,8 @@
 namespace pi2::binding {
 
 inline const char* name_of(DType dtype) {
-  static const char* const names[kDTypes] = {"float32", "bfloat16", "float16", "int8 rows", "int4", "int8",
-                                             "q4_1",    "q5_0",     "q5_1",    "q4_k",      "q5_k", "q6_k"};
+  static const char* const names[kDTypes] = {"float32", "bfloat16", "float16", "int8 rows", "int4", "int8", "q4_1",
+                                             "q5_0",    "q5_1",     "q4_k",    "q5_k",      "q6_k", "tq2_0"};
   return names[static_cast<int>(dtype)];
 }
 

@@ -60,6 +60,7 @@ struct Restoring {
       case DType::kQ4K: return ggml_rows<DType::kQ4K>(begin, end);
       case DType::kQ5K: return ggml_rows<DType::kQ5K>(begin, end);
       case DType::kQ6K: return ggml_rows<DType::kQ6K>(begin, end);
+      case DType::kTQ2: return ggml_rows<DType::kTQ2>(begin, end);
       default: return;  // numbers, not groups
     }
   }

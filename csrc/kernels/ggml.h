@@ -1,5 +1,5 @@
 // Rows in ggml's blocks (types.h), shared by all vector instruction sets. kernels/scalar/ggml.h describes the blocks.
-// Here a number is unsigned, of 4 to 6 bits, and every group of 32 has a pair of floats: a scale, and an addend that is
+// Here a number is unsigned, of 2 to 6 bits, and every group of 32 has a pair of floats: a scale, and an addend that is
 // multiplied by ggml_offset(); or (with halves) a scale for each half, which is also the addend.
 //
 // A step is the part of a row that is processed at a time: a superblock of eight groups, or four blocks of one group
@@ -30,10 +30,10 @@ constexpr std::int64_t kGgmlPart = 4 * kGroup;
 
 constexpr bool has_halves(DType dtype) { return dtype == DType::kQ6K; }
 constexpr float ggml_offset(DType dtype) {
-  return dtype == DType::kQ5_0                          ? -16
-         : dtype == DType::kQ6K                         ? -32
-         : dtype == DType::kQ4K || dtype == DType::kQ5K ? -1
-                                                        : 1;
+  return dtype == DType::kQ5_0                            ? -16
+         : dtype == DType::kQ6K                           ? -32
+         : dtype == DType::kQ4_1 || dtype == DType::kQ5_1 ? 1
+                                                          : -1;
 }
 
 // An input rounded to int8, the same for every instruction set: for every four groups 64 bytes of first halves and 64

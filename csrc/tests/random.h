@@ -79,8 +79,9 @@ inline std::vector<char> quantized_row(std::mt19937& rng, pi2::DType dtype, std:
   if (pi2::is_ggml(dtype)) {
     const std::int64_t block = pi2::ggml_block(dtype).bytes;
     for (char* at = out.data(); at < out.data() + out.size(); at += block) {
-      put_scale(at + (dtype == pi2::DType::kQ6K ? block - 2 : 0));
-      if (dtype != pi2::DType::kQ6K && dtype != pi2::DType::kQ5_0) put_scale(at + 2);
+      const bool last = dtype == pi2::DType::kQ6K || dtype == pi2::DType::kTQ2;
+      put_scale(at + (last ? block - 2 : 0));
+      if (!last && dtype != pi2::DType::kQ5_0) put_scale(at + 2);
     }
     return out;
   }

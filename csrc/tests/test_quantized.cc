@@ -19,7 +19,8 @@ using namespace pi2_test;
 
 constexpr std::int64_t kSizes[] = {1, 7, 15, 17, 31, 32, 33, 63, 64, 65, 111, 127, 128, 129, 160, 257, 989, 1024, 1088};
 constexpr std::int64_t kTokens = 9;
-constexpr DType kGgml[] = {DType::kQ4_1, DType::kQ5_0, DType::kQ5_1, DType::kQ4K, DType::kQ5K, DType::kQ6K};
+constexpr DType kGgml[] = {DType::kQ4_1, DType::kQ5_0, DType::kQ5_1, DType::kQ4K,
+                           DType::kQ5K,  DType::kQ6K,  DType::kTQ2};
 
 struct Kernels {  // of one dtype, with float or int8 activations
   const KernelTable& table;

@@ -258,7 +258,8 @@ int main() {
           cases += check_ffn(rng, 1100, 3, 160, 14, dtype, a8, few_fire);
       }
     }
-    for (const DType dtype : {DType::kQ4_1, DType::kQ5_0, DType::kQ5_1, DType::kQ4K, DType::kQ5K, DType::kQ6K}) {
+    for (const DType dtype :
+         {DType::kQ4_1, DType::kQ5_0, DType::kQ5_1, DType::kQ4K, DType::kQ5K, DType::kQ6K, DType::kTQ2}) {
       for (const bool a8 : {false, true}) {
         const std::int64_t block = ggml_block(dtype).numbers;
         for (const std::int64_t tokens : {1, 3, 8, 13, 130})

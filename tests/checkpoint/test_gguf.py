@@ -79,6 +79,8 @@ def test_there_and_back(made: Any, tmp_path: Path, name: str) -> None:
         ("phi3", "Q5_1"),
         ("cohere2", "Q4_0"),
         ("glm4", "Q8_0"),
+        ("olmo", "TQ2_0"),
+        ("olmo", "TQ1_0"),
     ],
 )
 def test_rows_are_kept(made: Any, tmp_path: Path, name: str, kind: str) -> None:
@@ -612,7 +614,9 @@ def test_parts_of_a_model(made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "at"), [("Q8_0", 0), ("Q4_K", 2), ("Q6_K", 208), ("Q5_0", 0)])
+@pytest.mark.parametrize(
+    ("kind", "at"), [("Q8_0", 0), ("Q4_K", 2), ("Q6_K", 208), ("Q5_0", 0), ("TQ2_0", 64), ("TQ1_0", 52)]
+)
 def test_scales_that_are_no_numbers(made: Any, tmp_path: Path, kind: str, at: int) -> None:
     _, _, file = made("llama")
     typed = tmp_path / "typed.gguf"

@@ -63,7 +63,7 @@ def test_what_is_no_such_row_is_refused() -> None:
         QuantLinear(random_rows("q4_k", 3, 256), None, 512, "q4_k")
     with pytest.raises(ShapeError, match=r"columns of q4_k: expected a multiple of 256 \(its blocks\), found 100"):
         QuantLinear(random_rows("q4_k", 3, 256), None, 100, "q4_k")
-    with pytest.raises(ConfigError, match=r"weights: expected int4 or int8 or q4_1 or .* or q6_k, found 'q3_k'"):
+    with pytest.raises(ConfigError, match=r"weights: expected int4 or int8 or q4_1 or .* or tq2_0, found 'q3_k'"):
         QuantLinear(random_rows("q4_k", 3, 256), None, 256, "q3_k")
     with pytest.raises(ConfigError, match=r"weights: expected int4 or int8, found 'q4_k'\. Blocks of GGUF files"):
         QuantLinear.from_linear(nn.Linear(256, 3), "q4_k")

@@ -129,7 +129,9 @@ def takes_blocks(kind: str = "int4") -> bool:
 @pytest.mark.parametrize("kind", [*QUANTIZED, *GGML])
 def test_linear_blocks_equals_the_reference_and_a_token_alone(isa: str, kind: str) -> None:
     generator, threads = torch.Generator().manual_seed(3), torch.get_num_threads()
-    for rows, columns in ((16, 256), (48, 768), (144, 2304)) if kind[-1] == "k" else ((16, 64), (48, 192), (144, 1088)):
+    for rows, columns in (
+        ((16, 256), (48, 768), (144, 2304)) if FORMATS[kind].block == 256 else ((16, 64), (48, 192), (144, 1088))
+    ):
         quantised = drawn_rows(kind, rows, columns)
         blocks, bias = to_blocks(quantised, kind, columns), torch.randn(rows, generator=generator)
         assert torch.equal(from_blocks(blocks, kind, columns), quantised)

@@ -20,7 +20,7 @@ def values(rows: torch.Tensor, weights: str, columns: int) -> torch.Tensor:
     """Values of quantised rows, uint8 ``[..., row_bytes]`` -> float32 ``[..., columns]``; exact."""
     if weights in GGML:
         blocks = rows.contiguous().unflatten(-1, (-1, FORMATS[weights].block_bytes))
-        read = {"q4_k": _k, "q5_k": _k, "q6_k": _q6_k}.get(weights, _small)
+        read = {"q4_k": _k, "q5_k": _k, "q6_k": _q6_k, "tq2_0": _tq2_0}.get(weights, _small)
         return read(blocks, FORMATS[weights].bits).flatten(-3)
     groups = -(-columns // GROUP)
     split = groups * FORMATS[weights].group_bytes
@@ -95,6 +95,12 @@ def _k(blocks: torch.Tensor, bits: int) -> torch.Tensor:
     if bits == 5:
         numbers = numbers | _bits(blocks[..., 16:48], 1) << 4
     return (d * scale)[..., None] * numbers.float() - (least * mins)[..., None]
+
+
+def _tq2_0(blocks: torch.Tensor, bits: int) -> torch.Tensor:
+    """``[..., B, bytes]`` -> ``[..., B, 8, 32]``."""
+    numbers = _bits(blocks[..., :64].unflatten(-1, (2, GROUP)), bits).flatten(-3, -2)
+    return _floats(blocks[..., 64:])[..., None] * (numbers.float() - 1)
 
 
 def _q6_k(blocks: torch.Tensor, bits: int) -> torch.Tensor:

@@ -74,8 +74,9 @@ inline DType quantized_dtype(const std::string& weights) {
 inline DType rows_dtype(const std::string& weights, int64_t columns) {
   const DType dtype = ggml_dtype(weights);
   if (weights == "int4" || weights == "int8") return quantized_dtype(weights);
-  STD_TORCH_CHECK(is_ggml(dtype), "pi2: weights: expected int4, int8, q4_1, q5_0, q5_1, q4_k, q5_k or q6_k, found '",
-                  weights, "'. See torch_pi2.formats.");
+  STD_TORCH_CHECK(is_ggml(dtype),
+                  "pi2: weights: expected int4, int8, q4_1, q5_0, q5_1, q4_k, q5_k, q6_k or tq2_0, found '", weights,
+                  "'. See torch_pi2.formats.");
   const int64_t numbers = ggml_block(dtype).numbers;
   STD_TORCH_CHECK(columns % numbers == 0, "pi2: columns of ", weights, ": expected a multiple of ", numbers,
                   " (its blocks), found ", columns, ". Pass the columns that the rows have in their file.");

@@ -46,7 +46,7 @@ constexpr std::int64_t padded(std::int64_t n) { return (n + 127) / 128 * 128; }
 // 64 bytes, then their 32 scales. Vector 4 i + d of q4 has bytes 4 d..4 d + 3 of group i of every row, as the row
 // stores them; vector 8 i + s of q8 the values 4 s..4 s + 3 of group i, plus 128. n is a multiple of two groups. ggml's
 // formats: one of its blocks of every row, four bytes of each at a time, then the remaining two, which are the scales
-// of q6_k and q5_0 (whose blocks begin with them, and in this order end with them).
+// of q6_k, tq2_0 and q5_0 (whose blocks begin with them, and in this order end with them).
 //
 // out[t * ldo + r] for the rows r of `count` (1 to kGemmPanels) consecutive blocks; x_T is the output of prepare_gemm.
 // The same bits for any number of tokens, and those of gemm where there is one.
@@ -134,8 +134,8 @@ using AttendFn = void (*)(PI2_ATTEND_ARGS);
 #include "kernels/list_end.inc"
 
 // Names of dtypes in kernels/list.inc, in their order.
-inline constexpr const char* kDTypeNames[kDTypes] = {"f32",  "bf16", "f16",  "i8",   "q4",   "q8",
-                                                     "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k"};
+inline constexpr const char* kDTypeNames[kDTypes] = {"f32",  "bf16", "f16",  "i8",   "q4",   "q8",   "q4_1",
+                                                     "q5_0", "q5_1", "q4_k", "q5_k", "q6_k", "tq2_0"};
 
 // Entries are null where a dtype has no such kernel:
 //   dot        all dtypes                  axpy       all but i8 and ggml's blocks

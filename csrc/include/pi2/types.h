@@ -20,9 +20,10 @@ enum class DType : int32_t {
   kQ5_1 = 8,
   kQ4K = 9,
   kQ5K = 10,
-  kQ6K = 11
+  kQ6K = 11,
+  kTQ2 = 12
 };
-constexpr int kDTypes = 12;
+constexpr int kDTypes = 13;
 
 // Formats of quantize(): groups, with their scales at the row's end.
 constexpr bool is_quantized(DType dtype) { return dtype == DType::kQ4 || dtype == DType::kQ8; }
@@ -49,6 +50,7 @@ constexpr GgmlBlock ggml_block(DType dtype) {
     case DType::kQ4K: return {256, 144};
     case DType::kQ5K: return {256, 176};
     case DType::kQ6K: return {256, 210};
+    case DType::kTQ2: return {256, 66};
     default: return {};
   }
 }

@@ -203,5 +203,24 @@ struct GgmlQ6K : GgmlSimd<2, true> {
   }
 };
 
+struct GgmlTQ2 : GgmlSimd<2> {
+  static constexpr DType kDType = DType::kTQ2;
+
+  static Pairs pairs(const char* p) {
+    const Float d = set1(half(p + 64));
+    return {{d, d}};
+  }
+
+  static Numbers numbers(const char* p, std::int64_t part) {
+    const Int first = both(p + 32 * part), second = both(p + 32 * part + 16);
+    Numbers out;
+    for (int j = 0; j < 2; ++j) {
+      out.first[j] = low_bits(shifted(first, 4 * j, 4 * j + 2), 2);
+      out.second[j] = low_bits(shifted(second, 4 * j, 4 * j + 2), 2);
+    }
+    return out;
+  }
+};
+
 }  // namespace
 }  // namespace pi2::avx2

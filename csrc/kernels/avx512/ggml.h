@@ -133,5 +133,19 @@ struct GgmlQ6K : GgmlSimd {
   }
 };
 
+struct GgmlTQ2 : GgmlSimd {
+  static constexpr DType kDType = DType::kTQ2;
+
+  static Pairs pairs(const char* p) { return set1(half(p + 64)); }
+
+  // The bits 2 i and 2 i + 1 of 16 bytes for each quarter i.
+  static __m512i number(const char* p) {
+    return low_bits(_mm512_srlv_epi32(_mm512_broadcast_i32x4(load16(p)), quarters(0, 2, 4, 6)), 2);
+  }
+  static Numbers numbers(const char* p, std::int64_t part) {
+    return {number(p + 32 * part), number(p + 32 * part + 16)};
+  }
+};
+
 }  // namespace
 }  // namespace pi2::avx512

@@ -22,6 +22,7 @@ PI2_FORMAT(q5_1, GgmlSmall<DType::kQ5_1>)
 PI2_FORMAT(q4_k, GgmlK<DType::kQ4K>)
 PI2_FORMAT(q5_k, GgmlK<DType::kQ5K>)
 PI2_FORMAT(q6_k, GgmlQ6K)
+PI2_FORMAT(tq2_0, GgmlTQ2)
 
 #define PI2_BLOCKS(dtype, Format)                                                             \
   void pi2::dot_blocks_##dtype##__avx512vnni(PI2_DOT_BLOCKS_ARGS) {                           \
@@ -34,3 +35,4 @@ PI2_BLOCKS(q5_1, SmallBlock<DType::kQ5_1>)
 PI2_BLOCKS(q4_k, KBlock<DType::kQ4K>)
 PI2_BLOCKS(q5_k, KBlock<DType::kQ5K>)
 PI2_BLOCKS(q6_k, BlockQ6K)
+PI2_BLOCKS(tq2_0, BlockTQ2)

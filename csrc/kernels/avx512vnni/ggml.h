@@ -43,7 +43,9 @@ struct Ggml : Format {
 };
 
 constexpr PanelOf panel_of(DType dtype) {
-  return has_halves(dtype) ? PanelOf::kHalves : dtype == DType::kQ5_0 ? PanelOf::kScales : PanelOf::kMinima;
+  return has_halves(dtype)                               ? PanelOf::kHalves
+         : dtype == DType::kQ5_0 || dtype == DType::kTQ2 ? PanelOf::kScales
+                                                         : PanelOf::kMinima;
 }
 
 template <class Format>

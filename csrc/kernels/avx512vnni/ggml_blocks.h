@@ -97,6 +97,19 @@ struct BlockQ6K {
   }
 };
 
+struct BlockTQ2 {
+  static constexpr DType kDType = DType::kTQ2;
+  __m512 d;
+
+  explicit BlockTQ2(const char* w)
+      : d(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + 16 * 64)))) {}
+  __m512 scale(int) const { return d; }
+
+  static __m512i four(const char* w, int g, int s) {
+    return low_bits(_mm512_srlv_epi32(word(w, g / 4 * 8 + s), _mm512_set1_epi32(g % 4 * 2)), 2);
+  }
+};
+
 template <class Format>
 struct GgmlBlocks {
   static constexpr PanelOf kOf = panel_of(Format::kDType);

@@ -148,6 +148,25 @@ struct GgmlQ6K : GgmlSimd<2> {
   }
 };
 
+struct GgmlTQ2 : GgmlSimd<2> {
+  static constexpr DType kDType = DType::kTQ2;
+
+  static Pairs pairs(const char* p) {
+    const Float d = vdupq_n_f32(half(p + 64));
+    return {{d, d, d, d}};
+  }
+
+  static Numbers numbers(const char* p, std::int64_t part) {
+    const uint8x16_t first = load_bytes(p + 32 * part), second = load_bytes(p + 32 * part + 16), none = vdupq_n_u8(0);
+    Numbers out;
+    for (int i = 0; i < 4; ++i) {
+      out.first[i] = with_bits(none, first, 2 * i, 3);
+      out.second[i] = with_bits(none, second, 2 * i, 3);
+    }
+    return out;
+  }
+};
+
 // With int8 activations. `Products` is how bytes are multiplied: see a8.h.
 template <class Format, class Products>
 struct Ggml : Format {

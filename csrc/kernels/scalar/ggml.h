@@ -11,6 +11,8 @@
 // each half of a group; binary16 d. For every four groups of 64 and 32 bytes, the low and high halves of the first 32
 // are groups 0 and 2, those of the others 1 and 3; bits 2 s and 2 s + 1 of the 32 are group s's. A weight is
 // (d scale) (q - 32).
+// A superblock of tq2_0 is eight groups: 64 bytes of two bits each; binary16 d. Of every four groups' 32 bytes the bits
+// 2 s and 2 s + 1 are group s's. A weight is d (q - 1): ternary, as q is at most 2 in files.
 #pragma once
 
 #include "kernels/ggml.h"
@@ -59,6 +61,9 @@ inline GgmlGroup ggml_group(const void* row, std::int64_t g) {
     for (int h = 0; h < 2; ++h)
       out.scale[h] = half_at(p + 208) * static_cast<float>(static_cast<std::int8_t>(scales[h]));
     return out;
+  } else if constexpr (kDType == DType::kTQ2) {
+    for (std::int64_t k = 0; k < kGroup; ++k) out.q[k] = (byte_at(p + 32 * (g % 8 / 4), k) >> g % 4 * 2 & 3) - 1;
+    scale = half_at(p + 64);
   } else {
     const std::int64_t s = g % 8;
     const bool fifth = kDType == DType::kQ5K;

@@ -52,10 +52,10 @@ def import_gguf(
     """Write the model of a GGUF file to ``folder``, in the form that :func:`torch_pi2.load`, ``pack`` and others read.
 
     Linear layers and the embedding keep the file's rows bit for bit if the type is Q4_0, Q8_0, Q4_1, Q5_0, Q5_1, Q4_K,
-    Q5_K or Q6_K, and the same numbers if it is IQ4_NL. Other types are rounded, to int4 below four bits per weight,
-    otherwise to int8; the report lists them. Feed-forward layers are treated as linear layers, unless they become
-    neurons, each with its row of gate and up and its column of down together. Gate and up are then kept if they are
-    Q4_0 to Q6_K (``int4+int8``, ``q4_k+int8``) or Q8_0 (``int8``). Down is rounded to int8, except in PowerInfer's
+    Q5_K, Q6_K or TQ2_0, and the same numbers if it is IQ4_NL or TQ1_0. Other types are rounded, to int4 below four bits
+    per weight, otherwise to int8; the report lists them. Feed-forward layers are treated as linear layers, unless they
+    become neurons, each with its row of gate and up and its column of down together. Gate and up are then kept if they
+    are Q4_0 to TQ2_0 (``int4+int8``, ``q4_k+int8``) or Q8_0 (``int8``). Down is rounded to int8, except in PowerInfer's
     files, which store it by neuron. Gate and up of different types are rounded too: to int8 if other layers keep theirs
     or the file has six or more bits per weight there, otherwise to int4. Rows are read some at a time.
 

@@ -22,7 +22,7 @@ from torch_pi2.store.source import expert_matrix
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 #: Types that our formats represent exactly, with scales elsewhere, or with the integers that nibbles index.
-_SPLIT = {"Q4_0": "int4", "Q8_0": "int8", "IQ4_NL": "int8"}
+_SPLIT = {"Q4_0": "int4", "Q8_0": "int8", "IQ4_NL": "int8", "TQ1_0": "tq2_0"}
 #: The integers that the sixteen nibbles of IQ4_NL index.
 _LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _SCALE_BYTES = 2
@@ -42,9 +42,12 @@ def own_format(type_name: str) -> str | None:
 
 
 def own_rows(rows: torch.Tensor, of: TensorType) -> torch.Tensor:
-    """Rows converted to their type's :func:`own_format`: all integers of a row, then all scales."""
+    """Rows converted to their type's :func:`own_format`."""
     if of.name not in _SPLIT:
         return rows
+    if of.name == "TQ1_0":  # as exact: ternary numbers with one scale to a block, in other bits
+        types, quants = gguf_package().GGMLQuantizationType, gguf_package().quants
+        return torch.from_numpy(quants.quantize(quants.dequantize(rows.numpy(), types.TQ1_0), types.TQ2_0))
     blocks = rows.unflatten(1, (-1, of.block_bytes))
     scales, integers = blocks[..., :_SCALE_BYTES], blocks[..., _SCALE_BYTES:]
     if of.name == "IQ4_NL":
@@ -264,7 +267,7 @@ class GgufCheckpoint(Closing):
 
 #: Type -> byte range of the float16 scales in a block.
 _SCALES = dict.fromkeys(("Q4_0", "Q8_0", "IQ4_NL", "Q5_0"), (0, 2)) | {"Q4_1": (0, 4), "Q5_1": (0, 4)}
-_SCALES |= {"Q4_K": (0, 4), "Q5_K": (0, 4), "Q6_K": (208, 210)}
+_SCALES |= {"Q4_K": (0, 4), "Q5_K": (0, 4), "Q6_K": (208, 210), "TQ1_0": (52, 54), "TQ2_0": (64, 66)}
 
 
 def _check_finite(values: torch.Tensor, name: str) -> torch.Tensor:
