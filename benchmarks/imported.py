@@ -28,7 +28,18 @@ from torch_pi2.errors import ConfigError
 from torch_pi2.store.synthetic import build_config
 
 #: Name -> code of llama.cpp's quantiser (``llama_ftype``).
-TYPES = {"q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q4_k_s": 14, "q4_k_m": 15, "q5_k_m": 17, "q6_k": 18}
+TYPES = {
+    "q4_0": 2,
+    "q4_1": 3,
+    "q8_0": 7,
+    "q5_0": 8,
+    "q5_1": 9,
+    "q4_k_s": 14,
+    "q4_k_m": 15,
+    "q5_k_m": 17,
+    "q6_k": 18,
+    "tq2_0": 37,
+}
 #: Run in a process of its own, whose memory is looked at.
 _IMPORT = (
     "import json, sys, torch_pi2; from torch_pi2.machine import process; from torch_pi2.ops import load; load(); "

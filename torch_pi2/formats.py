@@ -91,8 +91,9 @@ FLOATS = tuple(name for name, one in FORMATS.items() if not one.quantized)
 GGML = tuple(name for name, one in FORMATS.items() if one.block)
 #: Formats of neurons in a single format.
 OF_NEURONS = (*FLOATS, *QUANTIZED)
-#: Formats of neurons in a pair: gate and up rows as in a checkpoint, and down rows, rarely stored by neuron, in int8.
-PAIRS = tuple(f"{name}+int8" for name in ("int4", *GGML))
+#: Formats of neurons in a pair: gate and up rows as in a checkpoint, and down rows, rarely stored by neuron, in int8;
+#: in int4 if they are ternary numbers with one scale for all, which lose nothing but its last bits.
+PAIRS = (*(f"{name}+int8" for name in ("int4", *GGML)), "tq2_0+int4")
 #: Formats of rows of linear layers and embeddings.
 ROWS = tuple(name for name in FORMATS if name not in FLOATS)
 #: ``neurons`` of imports: which feed-forward layers become neurons, or in which format all do.

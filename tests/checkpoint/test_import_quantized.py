@@ -201,7 +201,7 @@ def test_biases_of_zeros_and_groups_of_another_size(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "in" / "config.json").read_text())
     for said, message in (
         ({"quant_method": "gptq", "bits": 4, "group_size": 96}, "of one size, found 256 columns of .* groups of 96"),
-        ({}, "torchao, found none"),
+        ({}, "torchao or bitnet, found none"),
     ):
         (tmp_path / "in" / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
         with pytest.raises(Pi2Error, match=message):
@@ -255,3 +255,39 @@ def test_one_scale_for_all(tmp_path: Path) -> None:
     wanted = logits(model)
     again = logits(torch_pi2.load(tmp_path / "out", dtype=torch.float32))
     torch.testing.assert_close(again, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("linear_class", ["autobitlinear", "bitlinear"])
+def test_bitnets_own_checkpoints(tmp_path: Path, linear_class: str) -> None:
+    """Packed by transformers. Gate and up stay in two bits; down columns are ternary, too, with one scale."""
+    from transformers.integrations.bitnet import pack_weights
+
+    model = ggufs.tiny("bitnet")
+    model.save_pretrained(tmp_path / "in")
+    tensors = load_file(tmp_path / "in" / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if "_proj.weight" in name]:
+        n_NK = torch.randint(-1, 2, tensors[name].shape, generator=generator).float()
+        scale = torch.tensor([2.0**-5 if linear_class == "bitlinear" else 0.03125 + 2.0**-9]).bfloat16()
+        with torch.no_grad():
+            model.get_parameter(name).copy_(n_NK * scale.float())
+        stored = 1 / scale if linear_class == "bitlinear" else scale
+        tensors |= {name: pack_weights(n_NK.clone()), f"{name}_scale": stored}
+    save_file(tensors, tmp_path / "in" / "model.safetensors", {"format": "pt"})
+    about = json.loads((tmp_path / "in" / "config.json").read_text())
+    about["quantization_config"] = {"quant_method": "bitnet", "linear_class": linear_class}
+    (tmp_path / "in" / "config.json").write_text(json.dumps(about))
+    report = torch_pi2.import_quantized(tmp_path / "in", tmp_path / "out")
+    assert (report.neurons, report.weights) == (2, "tq2_0+int4")
+    assert set(report.rounded) == {f"model.layers.{i}.mlp.down_proj.weight" for i in range(2)}
+    assert 0 < max(report.errors.values()) < 5e-4
+    again = torch_pi2.load(tmp_path / "out", dtype=torch.float32)
+    assert again.get_submodule("model.layers.0.self_attn.q_proj").weights == "tq2_0"
+    wanted, found = logits(model), logits(again)
+    assert float((found - wanted).norm() / wanted.norm()) < 1e-3
+    torch_pi2.pack(tmp_path / "out", tmp_path / "packed")
+    assert torch.equal(logits(torch_pi2.load(tmp_path / "packed", dtype=torch.float32, budget="1GiB")), found)
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file(tensors | {name: tensors[name] | 3}, tmp_path / "in" / "model.safetensors")
+    with pytest.raises(ArtifactError, match=r"expected numbers of -1, 0 and 1, found 2"):
+        torch_pi2.import_quantized(tmp_path / "in", tmp_path / "again")

@@ -33,6 +33,14 @@ AWQ = {
     "version": "GEMM",
     "modules_to_not_convert": ["lm_head"],
 }
+BITNET = {
+    "quant_method": "bitnet",
+    "linear_class": "autobitlinear",
+    "quantization_mode": "offline",
+    "modules_to_not_convert": None,
+    "use_rms_norm": False,
+    "rms_norm_eps": 1e-6,
+}
 COMPRESSED: dict[str, Any] = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",
@@ -82,6 +90,8 @@ def changed(config: dict[str, Any], way: tuple[str, ...], value: Any) -> dict[st
         (GPTQ | {"checkpoint_format": "gptq_v2", "desc_act": True}, Format("gptq", 4, 128, 0, True)),
         (GPTQ | {"bits": 8, "group_size": -1}, Format("gptq", 8, 0, 1)),
         (AWQ, Format("awq", 4, 64)),
+        (BITNET, Format("bitnet", 2, 0)),
+        (BITNET | {"linear_class": "bitlinear"}, Format("bitnet", 2, 0, inverse=True)),
         (COMPRESSED, Format("compressed-tensors", 4, 128)),
         (changed(COMPRESSED, (*WEIGHTS, "actorder"), "group"), Format("compressed-tensors", 4, 128, 0, True)),
         (changed(COMPRESSED, (*WEIGHTS, "strategy"), "channel"), Format("compressed-tensors", 4, 128)),
@@ -101,6 +111,8 @@ def test_known(config: dict[str, Any], settings: Format) -> None:
         (GPTQ, ("dynamic",), True, "expected dynamic with fields, found True"),
         (GPTQ, ("bits",), [4], r"expected bits 2 or 4 or 8, found \[4\]"),
         (AWQ, ("zero_point",), False, "expected zero_point true, as version gemm has it, found false"),
+        (BITNET, ("quantization_mode",), "online", "expected quantization_mode offline, found 'online'"),
+        (BITNET, ("use_rms_norm",), True, "expected use_rms_norm none, found True"),
         (AWQ, ("version",), "gemv", "expected version gemm or GEMM, found 'gemv'"),
         (COMPRESSED, ("transform_config",), {"config_groups": {"R1": {"type": "hadamard"}}}, "config_groups none, fou"),
         (COMPRESSED, ("sparsity_config",), {"format": "sparse-24-bitmask"}, "format dense, found 'sparse-24-bitmask'"),
@@ -112,7 +124,7 @@ def test_known(config: dict[str, Any], settings: Format) -> None:
         (COMPRESSED, (*WEIGHTS[:2], "output_activations"), {"num_bits": 8}, "expected output_activations none"),
         (COMPRESSED, ("config_groups", "group_1"), {"weights": {"num_bits": 8}}, "as many bits everywhere, found 4"),
         (COMPRESSED, ("config_groups",), {}, "as many bits everywhere, found none"),
-        ({}, ("quant_method",), ["gptq"], "quant_method gptq, awq, compressed-tensors or torchao, found"),
+        ({}, ("quant_method",), ["gptq"], "quant_method gptq, awq, compressed-tensors, torchao or bitnet, found"),
     ],
 )  # fmt: skip
 def test_refused_by_name(config: dict[str, Any], way: tuple[str, ...], value: Any, message: str) -> None:
@@ -122,5 +134,7 @@ def test_refused_by_name(config: dict[str, Any], way: tuple[str, ...], value: An
 
 @pytest.mark.parametrize("said", [3, "gptq", [1], None])
 def test_no_settings_at_all(said: Any) -> None:
-    with pytest.raises(UnsupportedModelError, match="quant_method gptq, awq, compressed-tensors or torchao, found "):
+    with pytest.raises(
+        UnsupportedModelError, match="quant_method gptq, awq, compressed-tensors, torchao or bitnet, found "
+    ):
         format_of(Path("x"), {"quantization_config": said})

@@ -1,4 +1,4 @@
-"""Checkpoints quantised by GPTQ, AWQ, compressed-tensors or torchao, converted to rows of our formats.
+"""Checkpoints quantised by GPTQ, AWQ, compressed-tensors, torchao or BitNet, converted to rows of our formats.
 
 All of them store integers q and, per group of columns, a scale s and a zero point z; a weight is s (q - z). Where q - z
 fits one of our formats, the integers are kept. Our formats have one float16 scale per 32 columns, so a group must be a
@@ -34,10 +34,10 @@ _DAMAGED = "Get the checkpoint again."
 
 
 class Format(NamedTuple):
-    """How a checkpoint stores its matrices. ``method``: ``gptq``, ``awq``, ``compressed-tensors`` or ``torchao``.
-    ``bits``: per integer. ``group``: columns per scale; 0: one scale per row, or not stated. ``less``: zero points are
-    stored less this number. ``reordered``: columns may be permuted, as their tensors say. ``shifted``: zero points are
-    required.
+    """How a checkpoint stores its matrices. ``method``: ``gptq``, ``awq``, ``compressed-tensors``, ``torchao`` or
+    ``bitnet``. ``bits``: per integer. ``group``: columns per scale; 0: one scale per row, or not stated. ``less``: zero
+    points are stored less this number. ``reordered``: columns may be permuted, as their tensors say. ``shifted``: zero
+    points are required. ``inverse``: 1 / scale is stored.
     """
 
     method: str
@@ -46,6 +46,7 @@ class Format(NamedTuple):
     less: int = 0
     reordered: bool = False
     shifted: bool = False
+    inverse: bool = False
 
 
 #: Any value of the field is accepted.
@@ -94,6 +95,12 @@ _FIELDS: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("quant_method", "ignore", "quantization_status", "global_compression_ratio", "version"), _ANY),
     },
     "torchao": {"*": _ANY},  # its tensors name their classes
+    "bitnet": {
+        "quant_method": ("bitnet",),
+        "linear_class": ("bitlinear", "autobitlinear"),
+        "quantization_mode": ("offline",),
+        **dict.fromkeys(("modules_to_not_convert", "rms_norm_eps"), _ANY),
+    },
 }
 
 
@@ -103,7 +110,7 @@ def format_of(folder: Path, config: Mapping[str, Any]) -> Format:
     method = settings.get("quant_method") if isinstance(settings, dict) else settings
     if not isinstance(settings, dict) or not isinstance(method, str) or method not in _FIELDS:
         found = shown(method) if method else "none"
-        raise refuse(folder, "quant_method gptq, awq, compressed-tensors or torchao", found)
+        raise refuse(folder, "quant_method gptq, awq, compressed-tensors, torchao or bitnet", found)
     _check(folder, settings, _FIELDS[method])
     if method == "gptq":
         # The first version of the format stores zero points less one.
@@ -112,6 +119,8 @@ def format_of(folder: Path, config: Mapping[str, Any]) -> Format:
         return Format(method, settings.get("bits") or 4, group, 0 if second else 1, reordered)
     if method == "compressed-tensors":
         return _compressed_format(folder, settings)
+    if method == "bitnet":
+        return Format(method, 2, 0, inverse=settings.get("linear_class", "bitlinear") == "bitlinear")
     if not settings.get("zero_point", True):
         raise refuse(folder, "zero_point true, as version gemm has it", "false")
     return Format(method, 4 if method == "awq" else 8, _group_of(settings, "group_size", "q_group_size"))
@@ -191,6 +200,8 @@ class _Integers:
         if self.group % GROUP or self.n_NK.shape[1] % GROUP or not halves:
             return None
         least, most = (int(end) for end in self.n_NK.aminmax())
+        if self.group % FORMATS["tq2_0"].block == 0 and least >= -1 and most <= 1:
+            return "tq2_0"
         return next((name for name, end in (("int4", 8), ("int8", 128)) if -end <= least and most < end), None)
 
     @cached_property
@@ -200,7 +211,13 @@ class _Integers:
 
     def rows(self, start: int, stop: int, kind: str) -> torch.Tensor:
         """Rows ``[start, stop)`` in format ``kind``."""
-        halves = self.scale_NG[start:stop].half().repeat_interleave(self.group // GROUP, 1)
+        halves = self.scale_NG[start:stop].half()
+        if kind == "tq2_0":
+            q_NB24k = (self.n_NK[start:stop] + 1).to(torch.uint8).unflatten(1, (-1, 2, 4, GROUP))
+            bits_NBb = (q_NB24k << torch.tensor([[0], [2], [4], [6]]).byte()).sum(-2, dtype=torch.uint8).flatten(2)
+            scales = halves.repeat_interleave(self.group // FORMATS[kind].block, 1)[..., None].contiguous()
+            return torch.cat((bits_NBb, scales.view(torch.uint8)), 2).flatten(1)
+        halves = halves.repeat_interleave(self.group // GROUP, 1)
         n_NGk = self.n_NK[start:stop].to(torch.int8).unflatten(1, (-1, GROUP))
         return pack_integers(n_NGk, halves[..., None], kind)
 
@@ -304,7 +321,7 @@ class QuantizedCheckpoint(Checkpoint):
         """A matrix. The last one is cached, since it is read piece by piece."""
         if self._held is None or self._held[0] != base:
             self._held, group = None, self._format.group
-            readers = {"gptq": self._gptq, "awq": self._awq, "torchao": self._torchao}
+            readers = {"gptq": self._gptq, "awq": self._awq, "torchao": self._torchao, "bitnet": self._bitnet}
             found = readers.get(self._format.method, self._compressed)(base)
             if group > 0 and found.n_NK.shape[1] % group:
                 columns = f"{found.n_NK.shape[1]} columns of {base} in groups of {group}"
@@ -377,6 +394,14 @@ class QuantizedCheckpoint(Checkpoint):
         n_NK = self._matrix(f"{base}._weight_qdata", torch.int8).to(torch.int16)
         scale_NG, zero = _by_row(self._raw(f"{base}._weight_scale"), len(n_NK)), f"{base}._weight_zero_point"
         return self._made(base, n_NK, scale_NG, _by_row(self._raw(zero), len(n_NK)) if zero in self else None)
+
+    def _bitnet(self, base: str) -> _Integers:
+        q_PK = self._matrix(f"{base}.weight", torch.uint8)  # a quarter of the rows to each pair of bits
+        n_NK = torch.cat([q_PK >> shift & 3 for shift in (0, 2, 4, 6)]).to(torch.int16) - 1
+        if bool((n_NK > 1).any()):
+            raise self._wrong(base, "numbers of -1, 0 and 1", "2")
+        scale = self._raw(f"{base}.weight_scale").float()
+        return self._made(base, n_NK, _by_row(1 / scale if self._format.inverse else scale, len(n_NK)), None)
 
     def _made(
         self, base: str, q_NK: torch.Tensor, scale_NG: torch.Tensor, z_NG: torch.Tensor | None, order: str = ""

@@ -24,7 +24,7 @@ from torch_pi2.checkpoint.quantize import copy_small_files, new_plan, other_line
 from torch_pi2.checkpoint.stored import PackedSource, Stored, bound_plan
 from torch_pi2.checkpoint.weights_writer import Quantizer, QuantizeReport, row_chunks, update_digest
 from torch_pi2.errors import UnsupportedModelError, check_choice
-from torch_pi2.formats import IMPORT_NEURONS, PAIRS, QUANTIZED, formats_of
+from torch_pi2.formats import FORMATS, IMPORT_NEURONS, PAIRS, QUANTIZED, formats_of
 from torch_pi2.graph.find import Found, search
 from torch_pi2.layers.linear import can_stand_for
 from torch_pi2.ops import load as load_library
@@ -212,7 +212,15 @@ class _Importer(Quantizer):
         down = kept.pop("down")
         if {*kept.values(), down} == {"int4"} and self._packed.by_neuron:
             return "int4"
+        if {*kept.values(), down} == {"tq2_0"} and self._has_one_scale(self._name_of(site, site.down, "down")):
+            return "tq2_0+int4"
         return next((pair for pair in PAIRS if {*kept.values()} == {formats_of(pair)[0]}), None)
+
+    def _has_one_scale(self, name: str) -> bool:
+        """Whether all blocks of a ternary matrix have the same scale, as BitNet's have."""
+        first, block = self._packed.own_rows(name, 0, 1)[0, -2:], FORMATS["tq2_0"].block_bytes
+        parts = (self._packed.own_rows(name, *ends) for ends in row_chunks(self._checkpoint.spec(name)))
+        return all(bool((rows.reshape(-1, block)[:, -2:] == first).all()) for rows in parts)
 
     def _bits(self) -> float:
         """Bits per weight of feed-forward layers in the checkpoint; 0 if it has none."""

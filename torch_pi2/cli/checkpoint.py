@@ -21,10 +21,11 @@ _MOST_ROWS = 40
 class Import:
     """Import a quantised model, a GGUF file or a folder, for every other command; or RWKV-7's .pth, for `optimize`.
 
-    Folders may be quantised by GPTQ, AWQ, compressed-tensors or torchao. Matrices keep their precision, bit for bit,
-    if one of our formats has it (GGUF's Q4_0, Q8_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, IQ4_NL); others are rounded
-    again, and listed. Tokenizer and chat template are imported, too. Layers that can be sparse (ReLU) and experts
-    become neurons; --neurons all does this for all layers, for `torch-pi2 pack` and models larger than memory.
+    Folders may be quantised by GPTQ, AWQ, compressed-tensors, torchao or BitNet. Matrices keep their precision, bit for
+    bit, if one of our formats has it (GGUF's Q4_0, Q8_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, IQ4_NL, TQ1_0, TQ2_0);
+    others are rounded again, and listed. Tokenizer and chat template are imported, too. Layers that can be sparse
+    (ReLU) and experts become neurons; --neurons all does this for all layers, for `torch-pi2 pack` and models larger
+    than memory.
     --predictors imports PowerInfer's predictors, and measures their recall.
     """
 
