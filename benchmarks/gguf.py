@@ -23,7 +23,7 @@ from torch_pi2.errors import ArtifactError, ConfigError, UnsupportedModelError
 
 #: Hugging Face model types and llama.cpp's name for the same computation.
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3_moe": "qwen3moe"}
-_ARCHITECTURES |= {"arcee": "arcee", "jais2": "jais2", "nemotron_h": "nemotron_h"}
+_ARCHITECTURES |= {"arcee": "arcee", "jais2": "jais2", "nemotron_h": "nemotron_h", "bitnet": "bitnet"}
 _BLOCK, _BLOCK_BYTES = 32, 18
 #: ``general.name`` of the files written here.
 _NAME = "synthetic"
@@ -49,6 +49,8 @@ def _of_class(config: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
     for name, tensor in tensors.items():
         shape, stack = tuple(tensor.shape), re.fullmatch(r".*\.(\d+)\..*\.experts\.(up|down)_proj", name)
         found = stack_name(int(stack[1]), stack[2]) if stack else gguf_name(known, family, name)
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
         assert found is not None, name
         if found.endswith((".ssm_a", ".ssm_d")):
             shape = (*shape, 1)
@@ -59,7 +61,7 @@ def _of_class(config: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 def _tensors(config: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and shapes (rows first) in file order. One-dimensional ones and routers are float32, the rest Q4_0."""
-    if config.model_type in ("arcee", "jais2", "nemotron_h"):
+    if config.model_type in ("arcee", "jais2", "nemotron_h", "bitnet"):
         yield from _of_class(config)
         return
     hidden, inner, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
@@ -110,8 +112,8 @@ def write_gguf(path: str | Path, config: Any, *, seed: int = 0, tokens: Sequence
     """Write the file, streaming and atomically; one of the same sizes that is there is kept, others are never replaced.
 
     Args:
-        config: a Hugging Face configuration of type llama, mistral, mixtral, qwen2, qwen3_moe, arcee, jais2
-            or nemotron_h.
+        config: a Hugging Face configuration of type llama, mistral, mixtral, qwen2, qwen3_moe, arcee, jais2,
+            nemotron_h or bitnet.
         tokens: of :func:`benchmarks.words.vocabulary`, for who reads and writes text: the end of a text, whose row in
             the head is zero, never is the likeliest. Empty: the file has no tokenizer.
 

@@ -58,7 +58,7 @@ def test_gguf_files_are_kept_replaced_and_never_somebody_elses(tmp_path: Path) -
 
 @needs("llama_cpp", "gguf")
 @pytest.mark.parametrize(
-    "shape", ["tiny", "qwen3-30b-a3b", "afm-4.5b", "jais2-8b", "nemotron-h-8b", "nemotron-nano-30b"]
+    "shape", ["tiny", "qwen3-30b-a3b", "afm-4.5b", "jais2-8b", "nemotron-h-8b", "nemotron-nano-30b", "bitnet-2b"]
 )
 def test_llama_cpp(shape: str, tmp_path: Path) -> None:
     small: dict[str, Any] = {"vocab_size": 512, "hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 64}

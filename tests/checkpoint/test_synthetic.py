@@ -199,17 +199,23 @@ STATES |= {"num_experts_per_tok": 2, "moe_intermediate_size": 512, "moe_shared_e
 STATES |= {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]}
 
 
-@pytest.mark.parametrize("kind", ["arcee", "jais2", "nemotron_h"])
-def test_layers_without_gates_fire_as_often_as_asked(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["arcee", "jais2", "nemotron_h", "bitnet"])
+def test_layers_of_relu2_fire_as_often_as_asked(tmp_path: Path, kind: str) -> None:
     shape = SMALL | {"model_type": kind, "intermediate_size": 1024, "hidden_size": 256, "num_key_value_heads": 4}
     shape |= {"num_attention_heads": 4, "head_dim": 64, "vocab_size": 512} | (STATES if kind == "nemotron_h" else {})
     if kind == "nemotron_h":
         del shape["num_hidden_layers"]
         with pytest.raises(ConfigError, match=r"layers=...\): expected 4, the kinds that the shape lists"):
             torch_pi2.synthetic(tmp_path / "n", shape, layers=3)
-    torch_pi2.synthetic(tmp_path / "m", shape, active=0.1, rank=32, locality=0)
-    plan = Plan.load(tmp_path / "m" / "pi2")
-    assert {(layer.method, layer.site.form) for layer in plan.layers} == {("lowrank", "relu2(up)")}
+    how: dict[str, object] = {"active": 0.1, "rank": 32, "locality": 0}
+    if kind == "bitnet":
+        with pytest.raises(ConfigError, match="needs all that fire"):
+            torch_pi2.synthetic(tmp_path / "n", shape, **how)
+        how["predictor"] = None
+    torch_pi2.synthetic(tmp_path / "m", shape, **how)
+    plan, expected = Plan.load(tmp_path / "m" / "pi2"), ("lowrank", "relu2(up)")
+    expected = ("exact", "relu2[rms=1e-05](gate)*up") if kind == "bitnet" else expected
+    assert {(layer.method, layer.site.form) for layer in plan.layers} == {expected}
     dense = load_dense(tmp_path / "m", dtype=torch.float32)
     ids_NT = torch.randint(512, (16, 32), generator=torch.Generator().manual_seed(0))
     for layer in torch_pi2.zeros(dense, ids_NT, tokens=512).layers:

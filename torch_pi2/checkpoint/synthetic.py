@@ -29,6 +29,7 @@ from torch_pi2.errors import ConfigError
 from torch_pi2.formats import FLOATS, QUANTIZED, row_bytes
 from torch_pi2.graph.find import search
 from torch_pi2.ops import load as load_library
+from torch_pi2.ops.activations import norm, of_all
 from torch_pi2.predict.file import FittedPredictors, save_predictors
 from torch_pi2.store.folder import PI2_FOLDER, check_replaceable, declare
 from torch_pi2.store.synthetic import (
@@ -74,12 +75,12 @@ def synthetic(
     """Write a synthetic model to ``folder``; returns its description (also in its config.json).
 
     Memory stays at some hundred MB whatever the size. Norms and embedding are bfloat16 and everything else is
-    quantised, or everything is float. Layers are ReGLU (without a gate: relu2), or with ``active=1`` of SiLU.
+    quantised, or everything is float. Layers are ReGLU (relu2 where the class has that), or with ``active=1`` of SiLU.
 
     Args:
         shape: a name in ``torch_pi2.store.synthetic.SHAPES``, or configuration values with ``model_type`` llama,
-            mistral, qwen2, mixtral, qwen3_moe, olmoe, arcee, jais2 or nemotron_h. Routers choose all experts about
-            equally often.
+            mistral, qwen2, mixtral, qwen3_moe, olmoe, arcee, jais2, nemotron_h or bitnet. Routers choose all experts
+            about equally often.
         active: mean share of neurons that fire for a token, in every layer. 1: all of them, as in SwiGLU, without a
             predictor (``predictor=None``).
         weights: ``int4``, ``int8``, or ``float32``, ``bfloat16`` or ``float16``, which quantise nothing.
@@ -164,6 +165,9 @@ class _Writer:
 
     def write(self, folder: Path) -> None:
         sites = search(self._model, on_meta=True).sites
+        if self.label["predictor"] is not None and any(of_all(site.activation) for site in sites):
+            expected = f"None: {sites[0].form} needs all that fire"
+            raise ConfigError("synthetic(predictor=...)", expected=expected, found="lowrank", fix="Correct it.")
         in_sites = {name for site in sites for name in site.parameter_names}
         linears = {
             name: module
@@ -239,6 +243,8 @@ class _Writer:
         if not site.gated:  # relu2(up), up normal with deviation 1 / sqrt(2)
             up_SI = torch.special.ndtri(torch.rand(64, 1, generator=self._generator)) + gate.beta
             moment = float((up_SI / math.sqrt(2)).relu().pow(4).mean())
+        eps = norm(site.activation)
+        moment = 1.0 if eps else moment
         down, rows = _BLOCK / math.sqrt(moment * site.intermediate), site.rows_per_neuron
         for start in range(0, site.intermediate, _CHUNK):
             stop = min(start + _CHUNK, site.intermediate)
@@ -249,7 +255,8 @@ class _Writer:
             out.write(f"{site.key}.bundles", neuron_rows, row=start)
         for name in neuron_specs(site, self.kind):
             if ".bias_" in name:
-                out.write(name, torch.zeros(out.specs[name].shape, dtype=out.specs[name].dtype))
+                value = float(eps > 0 and name.endswith("up"))  # of the norm
+                out.write(name, torch.full(out.specs[name].shape, value, dtype=out.specs[name].dtype))
         if gate.rank and self._n_hot(site) < site.intermediate:
             predictors[site.key] = gate.predictor(self._n_hot(site), rows)
 

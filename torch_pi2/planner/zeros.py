@@ -22,7 +22,7 @@ from torch_pi2.formats import FLOAT, row_bytes
 from torch_pi2.graph.find import search
 from torch_pi2.graph.routed import chosen_shares
 from torch_pi2.machine.hardware import Hardware
-from torch_pi2.ops.activations import cuts
+from torch_pi2.ops.activations import of_all
 from torch_pi2.planner.cost import step_ms
 from torch_pi2.planner.hot_neurons import gate_method
 from torch_pi2.planner.model_shape import LayerShape, ModelShape
@@ -193,7 +193,7 @@ def _method_of(layer: LayerZeros, method: str) -> str:
     """What ``layer`` has in a model with ``method``."""
     if method == Method.DENSE or layer.method == Method.THRESHOLD:
         return Method.THRESHOLD if method == Method.THRESHOLD else Method.DENSE
-    return Method.EXACT if method == Method.THRESHOLD or cuts(layer.site.activation) else method
+    return Method.EXACT if method == Method.THRESHOLD or of_all(layer.site.activation) else method
 
 
 def _shape(layer: LayerZeros, method: str, kernel: str, chosen: float) -> tuple[LayerShape, float]:

@@ -231,6 +231,7 @@ CLASSES = {
     "arcee": "Arcee",
     "jais2": "Jais2",
     "nemotron_h": "NemotronH",
+    "bitnet": "BitNet",
 }
 _COMMON = {
     "max_position_embeddings": 4096,
@@ -245,7 +246,7 @@ _COMMON = {
 
 def build_config(shape: str | Mapping[str, Any], zeros: bool = False, **more: Any) -> Any:
     """A transformers configuration of ``shape`` (a name in ``SHAPES`` or configuration values), updated with ``more``.
-    ``zeros``: of ReLU (relu2 where layers have no gate), not SiLU.
+    ``zeros``: of ReLU (relu2 where the class has that), not SiLU.
     Raises ConfigError: unknown name or model type, or mismatched sizes. LibraryMissingError: transformers is not
     installed.
     """
@@ -259,8 +260,8 @@ def build_config(shape: str | Mapping[str, Any], zeros: bool = False, **more: An
     if kind not in CLASSES:
         fix = "Synthetic models are of these."
         raise ConfigError("shape's model_type", expected=", ".join(CLASSES), found=repr(kind), fix=fix)
-    ungated = kind in ("arcee", "jais2", "nemotron_h")
-    act = {"mlp_hidden_act" if kind == "nemotron_h" else "hidden_act": "relu2" if ungated else "relu"}
+    squared = kind in ("arcee", "jais2", "nemotron_h", "bitnet")
+    act = {"mlp_hidden_act" if kind == "nemotron_h" else "hidden_act": "relu2" if squared else "relu"}
     values |= act if zeros else dict.fromkeys(act, "silu")
     config_class = getattr(transformers, f"{CLASSES[kind]}Config")
     try:
