@@ -1,5 +1,6 @@
 // Predictors on every instruction set: scores against sums in double, sign counts against counting; bits do not depend
 // on threads or company; a predicted layer is its prediction followed by the layer, slice by slice; calls are timed.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <thread>
@@ -172,6 +173,50 @@ long check_nothing_to_project(ThreadPool& pool) {
         for (std::size_t i = 0; i < active.size(); ++i)
           PI2_CHECK(active[i] == wanted[i % 4], "dtype %d rank %ld: %d", static_cast<int>(dtype),
                     static_cast<long>(rank), active[i]);
+        ++cases;
+      }
+    }
+  }
+  return cases;
+}
+
+// Gate rows alone say what fires: the same bits, with fewer neurons asked for. Odd sizes, hot neurons, thresholds.
+long check_gate(std::mt19937& rng, ThreadPool& pool) {
+  long cases = 0;
+  constexpr std::int64_t kHidden = 77, kNeurons = 1100;
+  const std::vector<float> bias = floats(rng, kNeurons), cuts(kNeurons, 0.3f);
+  for (const std::int64_t rows : {2, 3}) {
+    for (const std::int64_t tokens : {1, 5, 11, 12}) {
+      for (const std::int64_t n_hot : {0, 20}) {
+        const std::vector<float> neurons = floats(rng, kNeurons * rows * kHidden), x = floats(rng, tokens * kHidden);
+        std::vector<float> gates, plain(tokens * kHidden), gated(tokens * kHidden);
+        for (std::int64_t i = 0; i < kNeurons; ++i)
+          gates.insert(gates.end(), neurons.begin() + i * rows * kHidden, neurons.begin() + (i * rows + 1) * kHidden);
+        FfnArgs args;
+        args.x = x.data();
+        args.y = plain.data();
+        args.tokens = tokens;
+        args.hidden = kHidden;
+        args.neuron_rows = neurons.data();
+        args.neurons = kNeurons;
+        args.rows = rows;
+        args.n_hot = n_hot;
+        (rows == 3 ? args.bias_gate : args.bias_up) = bias.data();
+        args.thresholds = n_hot == 0 ? cuts.data() : nullptr;
+        sparse_ffn(args, serial());
+        Predictor gate;
+        gate.kind = Predictor::Kind::kGate;
+        gate.gate_rows = gates.data();
+        args.y = gated.data();
+        predicted_ffn(gate, args, pool.parallel());
+        PI2_CHECK(plain == gated, "%ld rows, %ld tokens, %ld hot", static_cast<long>(rows), static_cast<long>(tokens),
+                  static_cast<long>(n_hot));
+        std::vector<std::uint8_t> active(tokens * (kNeurons - n_hot), 9);
+        predict_gate(args, gates.data(), active.data(), pool.parallel());
+        const auto fires = std::count(active.begin(), active.end(), 1);
+        PI2_CHECK(fires + std::count(active.begin(), active.end(), 0) == static_cast<long>(active.size()) &&
+                      fires > 0 && fires < static_cast<long>(active.size()),
+                  "%ld of %zu fire", static_cast<long>(fires), active.size());
         ++cases;
       }
     }
@@ -419,7 +464,7 @@ int main() {
   const KernelTable* const* tables = available_kernels(&count);
   for (int i = first_of(count); i < count; ++i) {
     PI2_CHECK(select_kernels(tables[i]->isa), "cannot select %s", tables[i]->isa);
-    cases += check_nothing_to_project(pool);
+    cases += check_nothing_to_project(pool) + check_gate(rng, pool);
     for (const DType dtype : {DType::kI8, DType::kQ4, DType::kQ8}) {
       cases += check_lowrank(rng, pool, dtype, false);
       if (dtype != DType::kI8) cases += check_lowrank(rng, pool, dtype, true);
