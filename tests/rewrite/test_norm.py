@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from rewriting import assert_same_state, close
+from serving import greedy_alone
 from stores import small
 from tiny_models import HIDDEN, INTERMEDIATE, VOCAB, FunctionalBlock, plain, randomise
 from torch import nn
@@ -20,6 +22,7 @@ from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.graph.find import search
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.observe import counters
+from torch_pi2.serve.batch import Batch, EndEvent, Sequence, TokenEvent
 
 IDS = torch.randint(3, VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
 TEXT = torch.randint(3, VOCAB, (16, 16), generator=torch.Generator().manual_seed(1))
@@ -89,6 +92,25 @@ def test_many_steps_and_the_compile_backend() -> None:
     tokens = dense.generate(IDS[:1], max_new_tokens=80, pad_token_id=0, eos_token_id=None, do_sample=False)
     found = torch_pi2.generate(model, IDS[:1], max_new_tokens=80, eos_token_id=[])  # most steps are recorded calls
     assert found.sequences == tokens[:, IDS.shape[1] :].tolist()
+
+
+@pytest.mark.slow
+def test_sequences_that_are_served_together() -> None:
+    """Each is decoded as if it were alone."""
+    model = torch_pi2.optimize(bitnet(), method="exact", weights="int4", activations="int8")
+    prompts = [IDS[0].tolist(), IDS[1, :5].tolist(), TEXT[0].tolist()]
+    wanted = [greedy_alone(model, ids, 12) for ids in prompts]
+    batch, found = Batch(model, max_tokens=64, max_batch_size=3), [list[int]() for _ in prompts]
+
+    def hear(i: int, what: TokenEvent | EndEvent) -> None:
+        if isinstance(what, TokenEvent):
+            found[i].append(what.token)
+
+    for i, ids in enumerate(prompts):
+        batch.submit(Sequence(ids, 12, partial(hear, i)))
+    batch.start()
+    batch.close()
+    assert found == wanted
 
 
 @torch.no_grad()
