@@ -112,7 +112,7 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     row = out.splitlines()[-1]
     assert code == 0
     assert row.startswith(f"| arcee | 2 × `relu2(up)`, {HIDDEN} → {INNER} | ")
-    assert "measured: `torch-pi2 zeros arcee --text stdlib`" in row
+    assert "measured: `torch-pi2 zeros arcee --text stdlib --tokens 500`" in row
     assert "torch-pi2 doctor --measure" in out or "tokens per s" in out
     monkeypatch.setattr("torch_pi2.machine.process.free_bytes", lambda: 1 << 16)  # larger than memory
     assert run(capsys, folder, "--tokens", 500)[1].splitlines()[-1] == row
@@ -138,11 +138,14 @@ def test_a_text_that_is_no_text(folder: Path, tmp_path: Path, capsys: Any, text:
 
 
 def test_models_that_cannot_be_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tokenizer(tmp_path)
+    code, _, err = run(capsys, tmp_path)
+    assert code == 2
+    assert "config.json" in err
     (tmp_path / "config.json").write_text('{"model_type": "zebra"}')
     code, _, err = run(capsys, tmp_path)
     assert code == 2
     assert "zebra" in err
+    tokenizer(tmp_path)
     from transformers import MambaConfig, MambaForCausalLM
 
     MambaForCausalLM(MambaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=1)).save_pretrained(tmp_path)

@@ -37,6 +37,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     import torch_pi2
     from torch_pi2.machine.find import find_hardware
     from torch_pi2.planner.zeros import gains
+    from torch_pi2.rewrite.skeleton import model_config
+    from torch_pi2.store.trust import has_tokenizer
 
     hardware, unknown = None, None
     try:
@@ -45,12 +47,19 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         if args.hardware is not None:
             raise
         unknown = f"speed is not predicted, as this machine was not measured. {error.fix}"
+    if Path(args.model).is_dir() and not has_tokenizer(Path(args.model)):  # perhaps it is no model at all
+        model_config(Path(args.model), trust_remote_code=args.trust_remote_code)
     tokenizer = models.load_tokenizer(args)
     text, model = common.text_of(args, tokenizer, args.tokens), _loaded(args)
     how = {"tokenizer": tokenizer, **common.given(args, "tokens", "near")}
     found = torch_pi2.zeros(model, text, **how, progress=not args.quiet)
     layers = [{name: value for name, value in vars(layer).items() if name != "site"} for layer in found.layers]
-    about = {"model": str(args.given), **common.given(args, "text", "near", "weights"), "tokens": found.tokens}
+    about = {
+        "model": str(args.given),
+        **common.given(args, "text", "near", "weights"),
+        "tokens": found.tokens,
+        "asked_tokens": args.tokens,
+    }
     result = about | {"layers": layers, "left": found.left, **{share: found.mean(share) for share in _SHARES}}
     result["gains"] = gains(model, found.layers, hardware, args.weights)
     return result | {"hardware": hardware and hardware.name, "not_predicted": unknown, "row": _row(result)}
@@ -94,8 +103,10 @@ def _row(result: dict[str, Any]) -> str:
         every = [layer[share] for layer in result["layers"]]
         ends = f" ({common.percent(min(every))} to {common.percent(max(every))})" if len(every) > 1 else ""
         shares.append(f"{common.percent(result[share])}{ends}")
-    name, near = Path(result["model"]).resolve().name, result["near"]
-    command = f"torch-pi2 zeros {name} --text {Path(result['text']).name}{'' if near == 0.01 else f' --near {near:g}'}"
+    name = Path(result["model"]).resolve().name
+    command = f"torch-pi2 zeros {name} --text {Path(result['text']).name}"
+    for option, usual in {"near": 0.01, "asked_tokens": 4096}.items():
+        command += "" if result[option] == usual else f" --{option.removeprefix('asked_')} {result[option]:g}"
     return f"| {name} | {layers} | {' | '.join(shares)} | measured: `{command}`, {result['tokens']:,} tokens |"
 
 
