@@ -49,8 +49,8 @@ def _of_class(config: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
     for name, tensor in tensors.items():
         shape, stack = tuple(tensor.shape), re.fullmatch(r".*\.(\d+)\..*\.experts\.(up|down)_proj", name)
         found = stack_name(int(stack[1]), stack[2]) if stack else gguf_name(known, family, name)
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
+        if name == "lm_head.weight" and (config.tie_word_embeddings or found is None):
+            continue  # llama.cpp's BitNet has no head of its own
         assert found is not None, name
         if found.endswith((".ssm_a", ".ssm_d")):
             shape = (*shape, 1)
