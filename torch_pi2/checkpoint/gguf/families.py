@@ -6,10 +6,12 @@ Unknown keys are refused, since they may change the computation.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -102,7 +104,8 @@ class Family:
         arch: in files. kind: model_type in transformers, unless it is the same. needs: key that its files have (not 0),
             unlike others of ``arch``.
         keys: key -> attribute, besides the common ones. fixed: attribute -> value built into llama.cpp.
-        permuted: q and k have their rotary halves interleaved in the file. by_neuron: down has one row per neuron.
+        permuted: q and k have their rotary halves interleaved in the file. by_neuron: down has one row per neuron,
+            as in PowerInfer's files.
         norm_offset: difference between norm weights in the file and in the model.
         told: attribute -> tensor of the first block whose presence tells it. partial: heads may be rotated in part.
         pattern: of so many layers the last one has full attention. names: part of a module's name here -> one that
@@ -139,37 +142,8 @@ class Family:
         return None if found is None else found[1]
 
 
-_SILU, _RELU2, _GELU = ({"hidden_act": name} for name in ("silu", "relu2", "gelu_pytorch_tanh"))
-_GEMMA = {"hidden_activation": "gelu_pytorch_tanh"}
 #: Key and attribute -> the default.
 _CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-_GEMMA3N = {f"altup.{name}": f"altup_{name}" for name in ("active_idx", "num_inputs")}
-_GEMMA3N |= {"embedding_length_per_layer_input": "hidden_size_per_layer_input"}
-_GEMMA3N |= {"attention.shared_kv_layers": "num_kv_shared_layers", **_SLIDING}
-_GEMMA3N |= {"final_logit_softcapping": "final_logit_softcapping"}
-_USED = {"expert_used_count": "num_experts_per_tok"}
-_LOCAL = {"expert_count": "num_local_experts", **_USED}
-_EXPERTS = {"expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size", **_USED}
-_SHARED = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
-_EVERY = {**_SILU, "decoder_sparse_step": 1, "mlp_only_layers": []}
-_BIASES = {"attention_bias": "attn_output.bias", "mlp_bias": "ffn_down.bias"}
-_QKV, _USE_BIAS = {"attention_bias": "attn_q.bias"}, {"use_bias": "attn_q.bias"}
-_NORM = {_LAYER_NORM: "layer_norm_eps"}
-_GRANITE = {"attention.scale": "attention_multiplier", "logit_scale": "logits_scaling"}
-_GRANITE |= {f"{name}_scale": f"{name}_multiplier" for name in ("embedding", "residual")}
-_COHERE = {**_NORM, "logit_scale": "logit_scale"}
-_STATES = {_RMS_NORM: "layer_norm_epsilon", "ssm.conv_kernel": "conv_kernel", "ssm.state_size": "ssm_state_size"}
-_STATES |= {"ssm.group_count": "n_groups", "ssm.time_step_rank": "mamba_num_heads", "ssm.inner_size": "mamba_head_dim"}
-_STATES |= {**_EXPERTS, "expert_count": "n_routed_experts", "expert_shared_count": "n_shared_experts"}
-_STATES |= {"expert_weights_norm": "norm_topk_prob", "expert_weights_scale": "routed_scaling_factor"}
-_STATES |= {"expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size"}
-_BACKBONE = {"model.": "backbone.", ".dt_bias": ".dt.bias", "correction_bias": "correction.bias"}
-_NEMOTRON_H: dict[str, Any] = {"kind": "nemotron_h", "told": _BIASES, "names": _BACKBONE}
-_BITNET = {"attn_sub_norm": "inner_attn_ln", "mlp.ffn_sub_norm": "mlp.ffn_layernorm"}
-_CLIP, _PARALLEL = {"attention.clamp_kqv": "clip_qkv"}, {"use_parallel_residual": "use_parallel_residual"}
-_ADJUST = "block_auto_adjust_ff_dim"
-_RWKV7 = {"ffn_x_k": "ffn.x_k", "_lora.lora.0": "1", "_lora.lora.2.bias": "0", "_lora.lora.2": "2", "g_norm": "ln_x"}
-_RWKV7 |= {"attn_norm": "ln1", "ffn_norm": "ln2", ".attn.": ".attention.", ".ffn.": ".feed_forward."}
 #: Attribute -> tensor of the last block whose rows it counts, and key.
 _RANKS = {"intermediate_size": ("channel_mix_key", "feed_forward_length")}
 _RANKS |= {"decay_low_rank_dim": ("time_mix_w1", "attention.decay_lora_rank")}
@@ -177,56 +151,8 @@ _RANKS |= {"a_low_rank_dim": ("time_mix_a1", "attention.iclr_lora_rank")}
 _RANKS |= {"v_low_rank_dim": ("time_mix_v1", "attention.value_residual_mix_lora_rank")}
 _RANKS |= {"gate_low_rank_dim": ("time_mix_g1", "attention.gate_lora_rank")}
 _TEMPERATURE = "attention.temperature_scale"
-FAMILIES = (
-    Family("llama", _LOCAL, {**_SILU, "sliding_window": None}, "mixtral", needs="expert_count", permuted=True),
-    Family("llama", permuted=True, told=_BIASES),
-    # PowerInfer's files: llama with ReLU (ProSparse, ReluLLaMA), with down matrices stored by neuron
-    Family("llama", fixed={"hidden_act": "relu"}, permuted=True, by_neuron=True, told=_BIASES),
-    Family("mistral3", kind="ministral3", needs=_TEMPERATURE, permuted=True),
-    Family("mistral3", kind="llama", permuted=True),
-    Family("qwen2", fixed={**_SILU, "use_sliding_window": False}),
-    Family("qwen3", fixed={**_SILU, "use_sliding_window": False, "attention_bias": False}),
-    Family("qwen2moe", {**_EXPERTS, **_SHARED}, {**_EVERY, "norm_topk_prob": False}, "qwen2_moe"),
-    Family("qwen3moe", _EXPERTS, {**_EVERY, "norm_topk_prob": True}, "qwen3_moe"),
-    # models that see: their text, whose three positions are the same
-    Family("qwen2vl", fixed={**_SILU, "use_sliding_window": False}, kind="qwen2"),
-    Family("qwen3vl", fixed={**_SILU, "use_sliding_window": False, "attention_bias": False}, kind="qwen3"),
-    Family("qwen3vlmoe", _EXPERTS, {**_EVERY, "norm_topk_prob": True}, "qwen3_moe"),
-    Family("gemma", fixed={**_GELU, **_GEMMA}, norm_offset=1.0),
-    Family("gemma2", {**_SLIDING, **{name: name for name in _CAPS}}, _GEMMA, norm_offset=1.0, pattern=2),
-    Family("gemma3", _SLIDING, _GEMMA, "gemma3_text", norm_offset=1.0, pattern=6),
-    Family("gemma3n", _GEMMA3N, _GEMMA, "gemma3n_text", pattern=5),
-    Family("phi2", _NORM, {"hidden_act": "gelu_new"}, "phi", partial=True),
-    Family("phi3", _SLIDING),
-    Family("olmo", {**_NORM, **_CLIP}, permuted=True),
-    Family("olmo2", _SLIDING, kind="olmo3", needs="attention.sliding_window", pattern=4),
-    Family("olmo2"),
-    Family("olmoe", {"expert_count": "num_experts", **_USED, **_CLIP}, {**_SILU, "norm_topk_prob": False}),
-    Family("arcee", fixed=_RELU2, permuted=True, told=_BIASES),
-    Family("jais2", _NORM, _RELU2, told=_BIASES),
-    Family("nemotron", {_LAYER_NORM: "norm_eps"}, _RELU2, norm_offset=1.0, told=_BIASES, partial=True),
-    Family("nemotron_h", _STATES, {"mlp_hidden_act": "relu2"}, **_NEMOTRON_H),
-    Family("nemotron_h_moe", _STATES, {"mlp_hidden_act": "relu2"}, **_NEMOTRON_H),
-    Family("lfm2", {_RMS_NORM: "norm_eps", "shortconv.l_cache": "conv_L_cache"}, {**_SILU, _ADJUST: False}),
-    Family("bitnet", {"hidden_act": "hidden_act"}, names=_BITNET),
-    Family("granite", _GRANITE, permuted=True, told=_BIASES),
-    Family("granitemoe", {**_GRANITE, **_LOCAL}, permuted=True, names={".router": ".router.layer"}),
-    Family("command-r", _COHERE, kind="cohere", told={**_QKV, "use_qk_norm": "attn_q_norm.weight"}),
-    Family("cohere2", {**_COHERE, **_SLIDING}, told=_QKV, pattern=4),
-    Family("exaone"),
-    Family("exaone4", _SLIDING, pattern=4),
-    Family("ernie4_5", told=_USE_BIAS),
-    Family("smollm3", fixed={**_SILU, "no_rope_layer_interval": 4}, permuted=True, told=_BIASES),
-    Family("seed_oss", told={**_BIASES, **_QKV, "attention_out_bias": "attn_output.bias"}),
-    Family("starcoder2", {_LAYER_NORM: "norm_epsilon"}, {**_GELU, "sliding_window": None}, told=_USE_BIAS),
-    Family("stablelm", {**_NORM, **_PARALLEL}, told={"use_qkv_bias": "attn_q.bias"}, partial=True),
-    Family("glm4", told=_QKV, partial=True),
-    Family("chatglm", kind="glm", told=_QKV, partial=True),
-    Family("hunyuan-dense", kind="hunyuan_v1_dense", told=_QKV),
-    Family("rwkv7", fixed={"hidden_act": "sqrelu"}, names=_RWKV7),
-)
-
-
+#: One line each; of those with the same architecture the first that fits. Of models that see: their text.
+FAMILIES = tuple(Family(**one) for one in json.loads(Path(__file__).with_name("families.json").read_text()))
 #: Architectures of which transformers has no class.
 _NOT_IN_TRANSFORMERS = ("rwkv6", "rwkv6qwen2", "arwkv7", "smallthinker")
 
