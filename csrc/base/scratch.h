@@ -18,6 +18,7 @@ enum class Scratch {
   kGathered,
   kScores,
   kGates,
+  kBlocks,
   kCount
 };
 

@@ -161,6 +161,21 @@ void run_dot_blocks(benchmark::State& state, const KernelTable& table, int dtype
   });
 }
 
+// The same of 16 rows in their own order.
+void run_dot_lanes(benchmark::State& state, const KernelTable& table, int dtype, std::int64_t n, std::int64_t total) {
+  float* plain = vector_of(2 * padded(n));
+  void* x = plain + padded(n);
+  table.prepare_gemm[dtype](plain, n, x);
+  float out[kPanelRows];
+  const std::int64_t bytes = row_bytes(static_cast<DType>(dtype), n);
+  over_rows(state, total, bytes, kPanelRows, [&](const char* row, const char*) {
+    const void* rows[kPanelRows];
+    for (std::int64_t r = 0; r < kPanelRows; ++r) rows[r] = row + r * bytes;
+    table.dot_lanes[dtype](rows, nullptr, &x, 1, n, out, kPanelRows);
+    benchmark::DoNotOptimize(out);
+  });
+}
+
 // 64 tokens through two panels; the counter is of multiply-adds.
 void run_gemm(benchmark::State& state, const KernelTable& table, int dtype, std::int64_t n, std::int64_t) {
   constexpr std::int64_t kTokens = 64, kRows = kGemmPanels * kPanelRows;
@@ -269,6 +284,7 @@ void add_kernels(const KernelTable& table) {
 #define PI2_PREPARE_GEMM(isa_, dtype) PI2_ADD(isa_, prepare_gemm, dtype, false)
 #define PI2_PANEL(isa_, dtype) PI2_ADD(isa_, panel, dtype, true)
 #define PI2_DOT_BLOCKS(isa_, dtype) PI2_ADD(isa_, dot_blocks, dtype, true)
+#define PI2_DOT_LANES(isa_, dtype) PI2_ADD(isa_, dot_lanes, dtype, true)
 #define PI2_GEMM(isa_, dtype) PI2_ADD(isa_, gemm, dtype, false)
 #define PI2_ADDMM(isa_) PI2_ADD(isa_, addmm, f32, false)
 #define PI2_READ(isa_) PI2_ADD(isa_, read, i8, true)

@@ -238,23 +238,4 @@ void linear_together(const LinearArgs* all, int count, const ParallelFor& parall
       [](void* p, std::int64_t index) { static_cast<const Together*>(p)->rows(index); }, &together);
 }
 
-void to_blocks(const void* rows, DType dtype, std::int64_t count, std::int64_t columns, void* blocks) {
-  const std::int64_t group_bytes = dtype == DType::kQ4 ? kGroup / 2 : kGroup, bytes = row_bytes(dtype, columns);
-  const char flip = dtype == DType::kQ4 ? 0 : static_cast<char>(128);  // unsigned
-  char* to = static_cast<char*>(blocks);
-  for (std::int64_t first = 0; first < count; first += kPanelRows) {
-    const char* from = static_cast<const char*>(rows) + first * bytes;
-    // Copies `some` bytes at `at` of each row, row after row.
-    const auto put = [&](std::int64_t at, std::int64_t some, char change) {
-      for (std::int64_t r = 0; r < kPanelRows; ++r)
-        for (std::int64_t k = at; k < at + some; ++k)
-          *to++ = first + r < count ? static_cast<char>(from[r * bytes + k] ^ change) : char{0};
-    };
-    for (std::int64_t g = 0; g < groups(columns); g += 2) {
-      for (std::int64_t at = g * group_bytes; at < (g + 2) * group_bytes; at += 4) put(at, 4, flip);
-      for (std::int64_t i = g; i < g + 2; ++i) put(groups(columns) * group_bytes + 2 * i, 2, 0);
-    }
-  }
-}
-
 }  // namespace pi2

@@ -171,9 +171,8 @@ struct PromptPass {
   const FiringCounters* firing;  // null: not watched
   double* squares_T;             // layers with a norm: [tokens], of the h of the chunks so far
 
-  const char* rows_of(std::int64_t neuron) const {
-    if (where != nullptr) return where[neuron];
-    return static_cast<const char*>(args.neuron_rows) + neuron * args.neuron_bytes();
+  const char* row_of(std::int64_t neuron, std::int64_t r) const {
+    return where != nullptr ? where[neuron] + r * args.row_bytes() : args.row_of(neuron, r);
   }
 
   float bias(const void* values, std::int64_t neuron) const {
@@ -186,10 +185,14 @@ struct PromptPass {
                        const void* const* some_T, std::int64_t n) const {
     Bench& bench = shop.bench(worker);
     const int w = static_cast<int>(args.w_dtype);
-    const std::int64_t w_bytes = args.row_bytes(), panels = (count + kPanelRows - 1) / kPanelRows;
+    const std::int64_t panels = (count + kPanelRows - 1) / kPanelRows;
+    if (args.up_blocks) {
+      table.dot_blocks[w](args.row_of(first, 0), panels, some_T, n, args.hidden, bench.out, kPair);
+      return bench.out;
+    }
     for (std::int64_t p = 0; p < panels; ++p)
       unpack(
-          table.panel[w], [&](std::int64_t r) { return rows_of(first + p * kPanelRows + r) + row * w_bytes; },
+          table.panel[w], [&](std::int64_t r) { return row_of(first + p * kPanelRows + r, row); },
           std::min(kPanelRows, count - p * kPanelRows), args.hidden, bench.panels[p]);
     const void* unpacked[kGemmPanels] = {bench.panels[0], bench.panels[1]};
     table.gemm[w](unpacked, panels, some_T, n, args.hidden, bench.out, kPair);
@@ -273,7 +276,6 @@ struct PromptPass {
   void ups_of_few(std::int64_t begin, std::int64_t end, std::int64_t block, std::int64_t word, const Split& split,
                   Counters* done) const {
     const std::int64_t first = begin + block * kPair, last = std::min(end, first + kPair);
-    const std::int64_t w_bytes = args.row_bytes();
     for (std::int64_t neuron = first; neuron < last; ++neuron) {
       std::int64_t who_T[64], n = 0;
       const void* x_of[64];
@@ -285,9 +287,9 @@ struct PromptPass {
       }
       TileBits scored;
       if (n > 0) {
-        const void* row = rows_of(neuron) + w_bytes;
+        const void* row = row_of(neuron, 1);
         const bool more = neuron + kNeuronsAhead < end;
-        const void* next = more ? rows_of(neuron + kNeuronsAhead) + w_bytes : nullptr;
+        const void* next = more ? row_of(neuron + kNeuronsAhead, 1) : nullptr;
         float up_T[64];
         table.dot_a8[static_cast<int>(args.w_dtype)](&row, 1, x_of, n, args.hidden, up_T, more ? &next : nullptr);
         for (std::int64_t i = 0; i < n; ++i) multiply(who_T[i], neuron, up_T[i], h(who_T[i]) + neuron - begin, &scored);
@@ -308,7 +310,7 @@ struct PromptPass {
     }
   }
 
-  const char* down(std::int64_t neuron) const { return rows_of(neuron) + args.down_offset(); }
+  const char* down(std::int64_t neuron) const { return row_of(neuron, args.rows - 1); }
   AxpyFn axpy() const { return table.axpy[static_cast<int>(args.dtype_of_down())]; }
 
   float* h(std::int64_t t) const { return h_TC + t * kChunkNeurons; }

@@ -44,6 +44,7 @@ void predicted_ffn(const Predictor& predictor, const FfnArgs& layer, const Paral
   auto* mask = reinterpret_cast<std::uint8_t*>(scratch(Scratch::kMask, (slice * cold + 3) / 4));
   const std::int64_t token_bytes = row_bytes(args.x_dtype, args.hidden);
   args.active = mask;
+  args.all_fire = gate;
   args.piece = layer.piece || slice < all;
   for (std::int64_t start = 0; start < all; start += slice) {
     args.tokens = std::min(slice, all - start);

@@ -5,6 +5,7 @@
 //   dot         gate and up rows of hot or predicted neurons; only gate rows with the exact gate
 //   up          up rows of the neurons whose gate fired (exact gate only)
 //   down        rows weighted by h, added to the partial sum four at a time
+// Layers without gates take up rows 16 neurons at a time where takes_up_blocks() says so, and then down.
 // If firing depends on the gates of all neurons (Shaping::sigmas), these are computed first.
 // Rows are prefetched some neurons ahead: gathered rows defeat the hardware prefetcher at every start.
 #include <algorithm>
@@ -26,15 +27,17 @@
 #include "ffn/panels.h"
 #include "pi2/ffn.h"
 #include "pi2/kernels.h"
+#include "pi2/linear.h"
 #include "pi2/predict.h"
 
 namespace pi2 {
 namespace {
 
 constexpr std::int64_t kTinyMacs = 1 << 20;
-constexpr std::int64_t kLastTokens = 8;  // last tokens of a stream: the tokens after it need similar neurons
-constexpr std::int64_t kScan = 1024;     // neurons whose masks are combined at a time
-constexpr std::int64_t kBlock = 16;      // neurons per block
+constexpr std::int64_t kLastTokens = 8;   // last tokens of a stream: the tokens after it need similar neurons
+constexpr std::int64_t kScan = 1024;      // neurons whose masks are combined at a time
+constexpr std::int64_t kBlock = 16;       // neurons per block
+constexpr std::int64_t kLanesTokens = 2;  // for more, making blocks of up rows pays
 // Neurons whose down rows are added together: a token's sum is then loaded once for several of them.
 constexpr std::int64_t kTogether = 256, kFewTogether = 64, kFewTokens = 12;
 static_assert(kTogether <= 256, "their numbers are bytes");
@@ -74,15 +77,15 @@ struct Pass {
   const float* gates_NT = nullptr;         // layers with a cut: the gates of all neurons, without biases
   const float* cut_T = nullptr;            // layers with a cut: the cut of each token
   double* squares_CT = nullptr;            // layers with a norm: [chunks, tokens]
+  bool up_blocks = false;                  // takes_up_blocks()
 
   // Prefetch distance in neurons, if `together` are computed at a time and `bytes` of each are prefetched.
   static std::int64_t ahead(std::int64_t bytes, std::int64_t together) {
     return std::max(together, kAheadBytes / bytes / together * together);
   }
 
-  const char* rows_of(std::int64_t neuron) const {
-    if (where != nullptr) return where[neuron];
-    return static_cast<const char*>(args.neuron_rows) + neuron * args.neuron_bytes();
+  const char* row_of(std::int64_t neuron, std::int64_t r) const {
+    return where != nullptr ? where[neuron] + r * args.row_bytes() : args.row_of(neuron, r);
   }
 
   // The tokens that need neuron ids[i].
@@ -104,8 +107,8 @@ struct Pass {
     for (std::int64_t k = 0; k < some; ++k) {
       if (firing != nullptr && first == 0) firing->expect(ids_N[k]);
       for (std::int64_t r = 0; r < count; ++r) {
-        rows[k * count + r] = rows_of(ids_N[k]) + (first + r) * args.row_bytes();
-        next[k * count + r] = next_N == nullptr ? nullptr : rows_of(next_N[k]) + (first + r) * args.row_bytes();
+        rows[k * count + r] = row_of(ids_N[k], first + r);
+        next[k * count + r] = next_N == nullptr ? nullptr : row_of(next_N[k], first + r);
       }
     }
     const DotFn* dots = args.int8_activations ? table.dot_a8 : table.dot;
@@ -277,10 +280,9 @@ void contribute(const Pass& pass, std::int64_t neuron, std::int64_t row, const T
 // Adds the contributions to y_TW, for every token in ascending order of neurons.
 void add_down(const Pass& pass, const std::int64_t* ids, const Contributions& some, float* y_TW, DownQueue* queue_T) {
   const FfnArgs& args = pass.args;
-  const std::int64_t down = args.down_offset();
   for (std::int64_t t = 0; t < pass.tokens; ++t)
     for (std::int32_t i = 0; i < some.count_T[t]; ++i)
-      queue_T[t].add(pass.axpy(), args.hidden, pass.rows_of(ids[some.row_TN[t][i]]) + down, some.h_TN[t][i],
+      queue_T[t].add(pass.axpy(), args.hidden, pass.row_of(ids[some.row_TN[t][i]], args.rows - 1), some.h_TN[t][i],
                      y_TW + t * pass.width);
 }
 
@@ -344,9 +346,89 @@ void gate_first(const Pass& pass, std::int64_t first, std::int64_t n, std::int64
   }
 }
 
+// Bytes of the blocks that products() makes at a time, and their place for the chunk or tile `i`.
+std::int64_t made_bytes(const FfnArgs& args) { return kGemmPanels * kPanelRows * args.row_bytes(); }
+char* made_of(const FfnArgs& args, char* all, std::int64_t i) {
+  return all == nullptr ? nullptr : all + i * made_bytes(args);
+}
+
+// out_TN [tokens, kTogether] = x times the up rows of the neurons ids[0, n); rows up to ids[last) are prefetched.
+// `made`: made_bytes(), for blocks that are not in memory. Blocks that are there are of neighbours.
+void products(const Pass& pass, const std::int64_t* ids, std::int64_t n, std::int64_t last, char* made, float* out_TN) {
+  const FfnArgs& args = pass.args;
+  const DotBlocksFn dot = pass.table.dot_blocks[static_cast<int>(args.w_dtype)];
+  // Many tokens are bound by arithmetic: two blocks share the inputs. One is bound by memory: one block is one stream.
+  const std::int64_t most = pass.tokens == 1 ? kPanelRows : kGemmPanels * kPanelRows;
+  const DotLanesFn lanes = pass.table.dot_lanes[static_cast<int>(args.w_dtype)];
+  const bool few = lanes != nullptr && pass.tokens <= kLanesTokens;
+  const void* x_T[kPassTokens];
+  for (std::int64_t t = 0; t < pass.tokens; ++t) x_T[t] = pass.x_TW + t * pass.width;
+  for (std::int64_t i = 0; i < n; i += most) {
+    const std::int64_t count = (std::min(most, n - i) + kPanelRows - 1) / kPanelRows;
+    if (args.up_blocks) {
+      dot(args.row_of(ids[i], 0), count, x_T, pass.tokens, args.hidden, out_TN + i, kTogether);
+      continue;
+    }
+    for (std::int64_t b = 0; b < count; ++b) {
+      const void *rows[kPanelRows], *next[kPanelRows];
+      for (std::int64_t r = 0; r < kPanelRows; ++r) {
+        const std::int64_t at = i + b * kPanelRows + r;
+        rows[r] = pass.row_of(ids[std::min(at, last - 1)], 0);
+        next[r] = pass.row_of(ids[std::min(at + kPanelRows, last - 1)], 0);
+      }
+      if (few)
+        lanes(rows, next, x_T, pass.tokens, args.hidden, out_TN + i + b * kPanelRows, kTogether);
+      else
+        to_block(rows, args.w_dtype, args.hidden, next, made + b * kPanelRows * args.row_bytes());
+    }
+    if (!few) dot(made, count, x_T, pass.tokens, args.hidden, out_TN + i, kTogether);
+  }
+}
+
+// Up rows of the neurons ids[0, n), at most kTogether of a layer without gates: adds the contributions of those that
+// fire, without a branch for those that do not. A mask of all that fire for some token changes nothing.
+void ups(const Pass& pass, const std::int64_t* ids, std::int64_t n, std::int64_t last, char* made, Contributions* out,
+         Counters* done) {
+  const FfnArgs& args = pass.args;
+  float h_TN[kPassTokens * kTogether], bias_N[kTogether], threshold_N[kTogether];
+  products(pass, ids, n, last, made, h_TN);
+  for (std::int64_t i = 0; i < n; ++i) {
+    bias_N[i] = pass.bias(args.bias_up, ids[i]);
+    threshold_N[i] = args.threshold_of(ids[i]);
+  }
+  const bool plain = args.shaping.plain && !args.shaping.second;
+  for (std::int64_t t = 0; t < pass.tokens; ++t) {
+    float* h_N = h_TN + t * kTogether;
+    for (std::int64_t i = 0; i < n; ++i) h_N[i] += bias_N[i];
+    if (plain && args.activation == Activation::kRelu)  // the common cases, which the compiler vectorises
+      for (std::int64_t i = 0; i < n; ++i) h_N[i] = activate(Activation::kRelu, h_N[i]);
+    else if (plain && args.activation == Activation::kRelu2)
+      for (std::int64_t i = 0; i < n; ++i) h_N[i] = activate(Activation::kRelu2, h_N[i]);
+    else
+      for (std::int64_t i = 0; i < n; ++i) h_N[i] = activate(args, h_N[i]);
+    std::int32_t count = 0;
+    for (std::int64_t i = 0; i < n; ++i) {  // NaN fires
+      out->row_TN[t][count] = static_cast<std::uint8_t>(i);
+      out->h_TN[t][count] = h_N[i];
+      count += !(std::fabs(h_N[i]) <= threshold_N[i]);
+    }
+    out->count_T[t] = count;
+    done->down_rows += count;
+  }
+  done->gate_rows += n * pass.tokens;
+  for (std::int64_t i = 0; pass.firing != nullptr && i < n; ++i) {
+    std::uint64_t bits = 0;
+    for (std::int64_t t = 0; t < pass.tokens; ++t) {
+      const float h = h_TN[t * kTogether + i];
+      if (!(std::fabs(h) <= threshold_N[i])) bits |= pass.bit(t, h);
+    }
+    pass.fires(ids[i], bits);
+  }
+}
+
 // Writes the chunk's partial sum [tokens, width] to y_TW and, with a norm, its sums of squares to squares_T. False: no
-// neuron is needed, and nothing was written.
-bool run_chunk(const Pass& pass, std::int64_t chunk, float* y_TW, double* squares_T) {
+// neuron is needed, and nothing was written. `made`: see products().
+bool run_chunk(const Pass& pass, std::int64_t chunk, float* y_TW, double* squares_T, char* made) {
   const TraceSpan span(Stage::kCompute, pass.args.layer, chunk);
   const FfnArgs& args = pass.args;
   const std::int64_t first = chunk * pass.chunk_size;
@@ -356,10 +438,16 @@ bool run_chunk(const Pass& pass, std::int64_t chunk, float* y_TW, double* square
   Counters done;
   DownQueue queue_T[kPassTokens];
   const std::int64_t block = pass.tokens == 1 ? kBlockOfOne : kBlock;
-  const std::int64_t together = pass.tokens == 1 ? kBlockOfOne : pass.tokens < kFewTokens ? kFewTogether : kTogether;
+  const std::int64_t least = pass.up_blocks ? kFewTogether : kBlockOfOne;
+  const std::int64_t together = pass.tokens == 1 ? least : pass.tokens < kFewTokens ? kFewTogether : kTogether;
   Contributions some;
   for (std::int64_t start = 0; start < n; start += together) {
     const std::int64_t end = std::min(n, start + together);
+    if (pass.up_blocks) {
+      ups(pass, pass.ids + first + start, end - start, n - start, made, &some, &done);
+      add_down(pass, pass.ids + first + start, some, y_TW, queue_T);
+      continue;
+    }
     std::fill_n(some.count_T, pass.tokens, 0);
     for (std::int64_t i = start; i < end; i += block) {
       const std::int64_t count = std::min(block, end - i);
@@ -406,6 +494,7 @@ void reduce_columns(const Pass& pass, std::int64_t block) {
 struct Work {
   const Pass& pass;
   std::int64_t column_blocks;
+  char* made;  // [chunks], see products()
   std::atomic<std::int64_t> next_chunk{0}, done_chunks{0}, next_block{0};
   std::atomic<bool> begun{false};
 
@@ -427,7 +516,8 @@ struct Work {
 
   void compute(std::int64_t c) const {
     double* squares_T = pass.squares_CT == nullptr ? nullptr : pass.squares_CT + c * pass.tokens;
-    pass.used[c] = run_chunk(pass, c, pass.partials + c * pass.tokens * pass.width, squares_T);
+    pass.used[c] =
+        run_chunk(pass, c, pass.partials + c * pass.tokens * pass.width, squares_T, made_of(pass.args, made, c));
   }
 
   // Waits for the chunks that other workers are computing; false if reading failed.
@@ -534,7 +624,9 @@ struct Tokenwise {
 
   void in(std::int64_t token, float* x_W) const {
     const int w = static_cast<int>(args.w_dtype);
-    const PrepareFn prepare = args.int8_activations ? table.prepare_a8[w] : table.prepare[w];
+    const PrepareFn prepare = takes_up_blocks(args)   ? table.prepare_gemm[w]
+                              : args.int8_activations ? table.prepare_a8[w]
+                                                      : table.prepare[w];
     widen(row(args.x, token), args.x_dtype, prepare == nullptr ? x_W : plain_H, args.hidden);
     if (prepare != nullptr) prepare(plain_H, args.hidden, x_W);
   }
@@ -608,6 +700,7 @@ class Stream {
     const std::int64_t keep_floats = (args.neurons + 3) / 4;
     ids_ = reinterpret_cast<std::int64_t*>(
         scratch(Scratch::kIds, 2 * ((2 * tiles + 1) * args.neurons + chunks_) + keep_floats));
+    if (takes_up_blocks(args)) made_ = reinterpret_cast<char*>(scratch(Scratch::kBlocks, tiles * made_bytes(args) / 4));
     counts_ = ids_ + args.neurons;
     tile_ids_ = counts_ + chunks_;
     keep_ = reinterpret_cast<std::uint8_t*>(tile_ids_ + 2 * tiles * args.neurons);
@@ -660,6 +753,7 @@ class Stream {
               cut_.size,
               chunks_};
     made.where = args_.source->neuron_rows();
+    made.up_blocks = made_ != nullptr;
     return made;
   }
 
@@ -688,7 +782,7 @@ class Stream {
       tile.firing = firing_;
       if (firing_ != nullptr) tile.fired = fired_.data() + i * cut_.size;
       double squares_T[kPassTokens] = {};
-      if (!run_chunk(tile, chunk_, part_TW, squares_T)) continue;
+      if (!run_chunk(tile, chunk_, part_TW, squares_T, made_of(args_, made_, i))) continue;
       for (std::int64_t t = 0; t < count; ++t) {
         squares_T_[first + t] += squares_T[t];
         const void* part = part_TW + t * width_;
@@ -730,10 +824,17 @@ class Stream {
   std::int64_t *ids_, *counts_, *tile_ids_;
   std::uint8_t* keep_;
   double squares_T_[kPromptTokens];  // layers with a norm: of the h of the chunks so far
+  char* made_ = nullptr;
   std::atomic<std::int64_t> next_tile_{0};
 };
 
 }  // namespace
+
+bool takes_up_blocks(const FfnArgs& args) {
+  return args.rows == 2 && args.int8_activations && (args.active == nullptr || args.all_fire) && !args.shaping.cuts() &&
+         !args.shaping.norms() && is_quantized(args.w_dtype) &&
+         kernels().dot_blocks[static_cast<int>(args.w_dtype)] != nullptr && in_blocks(kPanelRows, args.hidden);
+}
 
 void sparse_ffn(const FfnArgs& args, const ParallelFor& parallel) {
   const Timed timed(Timed::kFfn, args.neurons, args.hidden);
@@ -760,6 +861,10 @@ void sparse_ffn(const FfnArgs& args, const ParallelFor& parallel) {
   auto* wanted = reinterpret_cast<std::uint64_t*>(ids + args.neurons + chunks);
   const std::int64_t sums = 2 * chunks * tile;
   double* squares = args.shaping.norms() ? reinterpret_cast<double*>(scratch(Scratch::kGates, 2 * sums)) : nullptr;
+  const bool up_blocks = takes_up_blocks(args);
+  char* made = nullptr;
+  if (up_blocks && !args.up_blocks)
+    made = reinterpret_cast<char*>(scratch(Scratch::kBlocks, chunks * made_bytes(args) / 4));
   float* gates = cuts ? scratch(Scratch::kGates, 2 * sums + (args.neurons + 1) * tile) : nullptr;
 
   FiringCall call(args);
@@ -772,6 +877,7 @@ void sparse_ffn(const FfnArgs& args, const ParallelFor& parallel) {
         cut.base, cut.size, chunks};
     pass.firing = call.next(tokens);
     pass.squares_CT = squares;
+    pass.up_blocks = up_blocks;
     // Waking a thread costs a few microseconds: not worth it for less arithmetic.
     const bool tiny = tokens * (args.neurons - args.first) * args.rows * args.hidden < kTinyMacs;
     const std::int64_t most = std::max<std::int64_t>(1, chunks);
@@ -796,7 +902,7 @@ void sparse_ffn(const FfnArgs& args, const ParallelFor& parallel) {
       args.source->expect(chunks);
       pass.where = args.source->neuron_rows();
     }
-    Work work{pass, args.parts != nullptr ? 0 : (width + kReduceColumns - 1) / kReduceColumns};
+    Work work{pass, args.parts != nullptr ? 0 : (width + kReduceColumns - 1) / kReduceColumns, made};
     parallel.run(parallel.host, workers, [](void* w, std::int64_t) { static_cast<Work*>(w)->run(); }, &work);
     if (args.source != nullptr && args.source->failed()) return;
     if (args.parts != nullptr)
@@ -812,7 +918,9 @@ void predict_gate(const FfnArgs& layer, const void* rows, std::uint8_t* active, 
   FfnArgs args = layer;  // a layer whose neurons are these rows
   args.source = nullptr;
   args.neuron_rows = rows;
-  args.rows = 1;
+  const bool blocks_of_ups = takes_up_blocks(layer);
+  args.rows = blocks_of_ups ? 2 : 1;
+  args.apart = blocks_of_ups ? args.row_bytes() : 0;  // only the first rows are used
   args.other_down = false;
   args.bias_up = layer.rows == 3 ? layer.bias_gate : layer.bias_up;
   const std::int64_t width = is_quantized(args.w_dtype) ? padded(args.hidden) : args.hidden;
@@ -824,30 +932,52 @@ void predict_gate(const FfnArgs& layer, const void* rows, std::uint8_t* active, 
     Pass pass;
     std::uint8_t* active;
     Tokens everyone;
+    char* made;  // [blocks], see products()
+
+    // As run().
+    void run_blocks(std::int64_t block) const {
+      const FfnArgs& of = pass.args;
+      const std::int64_t first = of.n_hot + block * kScan, end = std::min(first + kScan, of.neurons);
+      std::int64_t ids[kScan];
+      for (std::int64_t i = first; i < end; ++i) ids[i - first] = i;
+      float gate_TN[kPassTokens * kTogether];
+      for (std::int64_t i = first; i < end; i += kTogether) {
+        const std::int64_t n = std::min(kTogether, end - i);
+        products(pass, ids + i - first, n, end - i, made_of(of, made, block), gate_TN);
+        for (std::int64_t t = 0; t < pass.tokens; ++t)
+          for (std::int64_t k = 0; k < n; ++k) mark(t, i + k, gate_TN[t * kTogether + k]);
+      }
+    }
+
+    void mark(std::int64_t t, std::int64_t neuron, float gate) const {
+      const FfnArgs& of = pass.args;
+      const float value = activate(of, gate + pass.bias(of.bias_up, neuron));
+      const bool fires = !(std::fabs(value) <= of.threshold_of(neuron));  // as in fire()
+      active[t * (of.neurons - of.n_hot) + neuron - of.n_hot] = fires;
+    }
 
     void run(std::int64_t block) const {
+      if (pass.up_blocks) return run_blocks(block);
       const TraceSpan rows_span(Stage::kPredictRows, block);
       const FfnArgs& of = pass.args;
       const std::int64_t first = of.n_hot + block * kScan, end = std::min(first + kScan, of.neurons);
-      const std::int64_t cold = of.neurons - of.n_hot;
       std::int64_t ids[2 * kDotRows];
       float gate_NT[kDotRows * kPassTokens];
       for (std::int64_t i = first; i < end; i += kDotRows) {
         for (std::int64_t k = 0; k < 2 * kDotRows; ++k) ids[k] = std::min(i + k, end - 1);
         const std::int64_t some = std::min(kDotRows, end - i);
         pass.dot(ids, some, 0, 1, everyone, gate_NT, ids + kDotRows);
-        for (std::int64_t k = 0; k < some; ++k) {
-          const float bias = pass.bias(of.bias_up, i + k), threshold = of.threshold_of(i + k);
-          for (std::int64_t t = 0; t < pass.tokens; ++t) {
-            const float value = activate(of, gate_NT[k * pass.tokens + t] + bias);
-            active[t * cold + i + k - of.n_hot] = !(std::fabs(value) <= threshold);  // as in fire()
-          }
-        }
+        for (std::int64_t k = 0; k < some; ++k)
+          for (std::int64_t t = 0; t < pass.tokens; ++t) mark(t, i + k, gate_NT[k * pass.tokens + t]);
       }
     }
   };
   Pass pass{args, kernels(), width, x_TW, nullptr, args.tokens, nullptr, nullptr, nullptr, nullptr, nullptr, 0, 0, 0};
-  Blocks blocks{pass, active, {}};
+  pass.up_blocks = blocks_of_ups;
+  const std::int64_t scans = (args.neurons - args.n_hot + kScan - 1) / kScan;
+  char* made =
+      blocks_of_ups ? reinterpret_cast<char*>(scratch(Scratch::kBlocks, scans * made_bytes(args) / 4)) : nullptr;
+  Blocks blocks{pass, active, {}, made};
   for (std::int64_t t = 0; t < args.tokens; ++t) blocks.everyone.add(t, x_TW, width);
   const std::int64_t cold = args.neurons - args.n_hot;
   Dynamic::run(

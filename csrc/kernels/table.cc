@@ -36,6 +36,7 @@ KernelTable extended(KernelTable table, const char* isa) {
 #define PI2_PREPARE_GEMM(name, dtype) PI2_ENTRY(name, prepare_gemm[index_of(#dtype)], prepare_gemm_##dtype##__##name)
 #define PI2_PANEL(name, dtype) PI2_ENTRY(name, panel[index_of(#dtype)], panel_##dtype##__##name)
 #define PI2_DOT_BLOCKS(name, dtype) PI2_ENTRY(name, dot_blocks[index_of(#dtype)], dot_blocks_##dtype##__##name)
+#define PI2_DOT_LANES(name, dtype) PI2_ENTRY(name, dot_lanes[index_of(#dtype)], dot_lanes_##dtype##__##name)
 #define PI2_GEMM(name, dtype) PI2_ENTRY(name, gemm[index_of(#dtype)], gemm_##dtype##__##name)
 #define PI2_ADDMM(name) PI2_ENTRY(name, addmm, addmm__##name)
 #define PI2_READ(name) PI2_ENTRY(name, read, read__##name)

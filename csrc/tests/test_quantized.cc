@@ -288,6 +288,23 @@ void check_blocks(const Product& product) {
   }
 }
 
+// Rows in their own order give what their block gives.
+void check_lanes(const Product& product) {
+  const std::int64_t n = product.n, ldo = kPanelRows + 3;
+  for (std::int64_t tokens = 1; tokens <= 5; ++tokens) {
+    for (std::int64_t p = 0; p < kGemmPanels; ++p) {
+      const Guarded out(((tokens - 1) * ldo + kPanelRows) * 4);
+      product.table.dot_lanes[product.index()](product.rows + p * kPanelRows, p == 0 ? product.rows : nullptr,
+                                               product.inputs_T, tokens, n, out.as<float>(), ldo);
+      for (std::int64_t t = 0; t < tokens; ++t)
+        PI2_CHECK(std::memcmp(out.as<float>() + t * ldo, &product.alone[t * Product::kRows + p * kPanelRows],
+                              kPanelRows * 4) == 0,
+                  "%s dtype %d n %ld, %ld tokens: dot_lanes has other bits than dot_blocks", product.table.isa,
+                  product.index(), static_cast<long>(n), static_cast<long>(tokens));
+    }
+  }
+}
+
 // Panels of kPanelRows rows times many tokens. Sets what a token gives alone.
 void check_gemm(Product* product) {
   const KernelTable& table = product->table;
@@ -338,6 +355,7 @@ long check_products(const KernelTable& table, DType dtype, std::int64_t n, std::
     for (std::int64_t t = 0; !gemm && t < Product::kMost; ++t)
       table.dot_blocks[d](made.data(), kGemmPanels, product.inputs_T + t, 1, n, &product.alone[t * Product::kRows], 0);
     check_blocks(product);
+    if (table.dot_lanes[d] != nullptr) check_lanes(product);
   }
   if (gemm || in_blocks(kPanelRows, n)) product.check_alone();
   return Product::kMost + 16;

@@ -158,8 +158,8 @@ def save_weights(model: nn.Module, plan: Plan, folder: Path) -> Plan:
     kind = _kind_of_file(model)
     linears = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear)}
     embeddings = {name: m for name, m in model.named_modules() if isinstance(m, QuantEmbedding)}
-    rows_of = {f"{name}.weight": linear for name, linear in linears.items()}
-    tensors: dict[str, torch.Tensor] = {name: linear.rows for name, linear in rows_of.items()}
+    rows_of: dict[str, QuantLinear | SparseFFN] = {f"{name}.weight": linear for name, linear in linears.items()}
+    tensors: dict[str, torch.Tensor] = {f"{name}.weight": linear.rows for name, linear in linears.items()}
     tensors |= {f"{name}.weight": embedding.rows for name, embedding in embeddings.items()}
     tensors |= {f"{name}.bias": linear.bias for name, linear in linears.items() if linear.bias is not None}
     layers: list[SparseFFN] = []
@@ -184,6 +184,7 @@ def save_weights(model: nn.Module, plan: Plan, folder: Path) -> Plan:
         log.warning("left dense in the folder, as floats: %s", named(dense))
     for layer in layers:
         tensors[f"{layer.site.key}.bundles"] = layer.neuron_rows.view(torch.uint8)
+        rows_of[f"{layer.site.key}.bundles"] = layer
         biases = {name: getattr(layer, name) for name in _BIASES}
         tensors |= {f"{layer.site.key}.{name}": bias for name, bias in biases.items() if bias is not None}
     tensors |= _floats(model)
@@ -199,7 +200,7 @@ def save_weights(model: nn.Module, plan: Plan, folder: Path) -> Plan:
     specs = {name: Spec.of(tensor) for name, tensor in tensors.items()}
     with TensorWriter(folder / WEIGHTS_FILE, specs, about) as out:
         for name, tensor in tensors.items():
-            out.write(name, rows_of[name].in_row_order() if name in rows_of else tensor)
+            out.write(name, rows_of[name].in_row_order().view(torch.uint8) if name in rows_of else tensor)
     return bound_plan(plan, strategies, dense, plan.model_hash)
 
 
@@ -343,7 +344,7 @@ def load_sparse(
             layer = group[0]
             ffn = _with_biases(empty(layer) if make_layer is None else make_layer(layer, weights, kind), weights)
             if ffn.in_memory:
-                put(ffn, ["neuron_rows"], weights.as_computed(weights.read_neurons(ffn.site)))
+                put(ffn, ["neuron_rows"], ffn.arranged(weights.as_computed(weights.read_neurons(ffn.site))))
             place(model, group, ffn, weights.strategy(layer.site.key))
             ffn.eval()
 

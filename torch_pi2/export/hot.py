@@ -97,7 +97,7 @@ def hot_chunks(ffn: SparseFFN, chunks: int, chunk: int = CHUNK) -> HotChunks:
 def rows_of(ffn: SparseFFN, first: int, last: int) -> torch.Tensor:
     """Neurons ``[first, last)`` in plan order and in their format, ``[n, R, ...]``, from memory or the store."""
     if not isinstance(ffn, OffloadedFFN):
-        return ffn.neuron_rows[first:last]
+        return ffn.in_row_order(first, last)
     from torch_pi2.store.storefile import StoreReader
 
     with StoreReader(ffn.store.path) as reader:

@@ -289,7 +289,7 @@ def _small_tensors(home: SparseLayer) -> dict[str, torch.Tensor]:
 def _reader(ffn: SparseFFN, opened: Callable[[Path], StoreReader]) -> Callable[[int, int], torch.Tensor]:
     """Reads neurons from memory, or from the store by ``opened``."""
     if not isinstance(ffn, OffloadedFFN):
-        return lambda first, last: ffn.neuron_rows[first:last]
+        return ffn.in_row_order
     reader, index = opened(ffn.store.path), ffn.store_layer
     return lambda first, last: reader.read_layer(index, (first, last))
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from torch_pi2.base.lookups import Lookups
+from torch_pi2.base.memory import new_tensor
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import FLOAT, PAIRS, neuron_shape
 from torch_pi2.layers.checks import check_ffn_input, check_method, needs_eval, result_dtype
@@ -19,8 +20,9 @@ from torch_pi2.layers.prompt import decoded_together, has_tiles, prompt_ffn, ski
 from torch_pi2.layers.rows import DenseForm, convert, make_quantized_rows, make_rows, permuted
 from torch_pi2.layers.sequence import FusedOutput, only_input
 from torch_pi2.ops import load
+from torch_pi2.ops.constants import wants_blocks
 from torch_pi2.ops.ffn import predicted
-from torch_pi2.ops.linear import IN_BLOCKS, from_blocks
+from torch_pi2.ops.linear import IN_BLOCKS, ROWS, from_blocks, to_blocks
 from torch_pi2.ops.predictors import NO_PREDICTOR
 from torch_pi2.ops.quantized import check_kind
 from torch_pi2.predict import LAYER_TENSORS, PREDICTORS, tensors_among
@@ -51,9 +53,10 @@ class SparseFFN(DenseForm):
         ShapeError: weights, order or predictor do not fit the site.
         ConfigError: unknown method, hot neurons out of range, or no predictor.
 
-    Buffers (none in ``state_dict``): ``neuron_rows [I, R, H]`` contiguous in plan order; ``bias_gate``, ``bias_up [I]``
-    in plan order; ``bias_down [H]``; ``thresholds [I]`` float32 in plan order or None; and the predictor's rows of cold
-    neurons in plan order, in blocks where the kernels prefer them (:mod:`torch_pi2.ops.linear`).
+    Buffers (none in ``state_dict``): ``neuron_rows [I, R, H]`` in plan order, contiguous or :meth:`arranged`;
+    ``bias_gate``, ``bias_up [I]`` in plan order; ``bias_down [H]``; ``thresholds [I]`` float32 in plan order or None;
+    and the predictor's rows of cold neurons in plan order, in blocks where the kernels prefer them
+    (:mod:`torch_pi2.ops.linear`).
     Quantised: ``neuron_rows [I, R, row_bytes(H)]`` uint8 (two formats: ``[I, bytes]``) and float32 biases. Rounding is
     final, so the original is not restored, ``state_dict`` has the dequantised numbers, and no other weights can be
     loaded.
@@ -80,6 +83,8 @@ class SparseFFN(DenseForm):
     output_error: float | None = None
     dense_from: int | None = None
     split: HybridFFN | None = None
+    #: Whether up rows are in blocks (:meth:`arranged`).
+    up_in_blocks = False
     #: What the code that it replaces looks up; None: it still runs.
     lookups: Lookups | None = None
     #: Of a part of a layer: first and last neuron in the whole layer.
@@ -111,11 +116,12 @@ class SparseFFN(DenseForm):
         self._set_up(site, layer_plan, lowrank, threshold, kind, int8_activations)
         self._dtype = weights.up.dtype
         if kind == "float":
-            neuron_rows, self.error = make_rows(weights, self.order), 0.0
+            rows, self.error = make_rows(weights, self.order), 0.0
         else:
-            neuron_rows, self.error = make_quantized_rows(site, weights, self.order, kind, importance, given)
+            rows, self.error = make_quantized_rows(site, weights, self.order, kind, importance, given)
         down = None if weights.bias_down is None else weights.bias_down.detach().clone()
-        self._hold(neuron_rows, permuted(weights.bias_gate, self.order), permuted(weights.bias_up, self.order), down)
+        gate, up = (permuted(bias, self.order) for bias in (weights.bias_gate, weights.bias_up))
+        self._hold(self.arranged(rows), gate, up, down)
 
     @classmethod
     def empty(
@@ -279,8 +285,37 @@ class SparseFFN(DenseForm):
             found["b"] = from_blocks(found["b"], self.predictor_weights, rank)[-cold:]
         return found
 
+    def arranged(self, neuron_rows: torch.Tensor) -> torch.Tensor:
+        """``neuron_rows [I, 2, ...]`` of neurons without gates and predictor as a view of all up rows, which the exact
+        gate reads as one stream, and then all down rows; up rows are in blocks (:mod:`torch_pi2.ops.linear`) where the
+        kernels want them. Others as they are.
+        """
+        plain = self.site.gated or self.site.experts is not None or self.has_predictor
+        if plain or neuron_rows.dim() != 3 or not neuron_rows.is_cpu:
+            return neuron_rows
+        intermediate, rows, width = neuron_rows.shape
+        hidden, int8 = self.site.hidden, self.int8_activations
+        self.up_in_blocks = self.weights != FLOAT and wants_blocks(self.weights, intermediate, hidden, int8)
+        apart = new_tensor((rows, intermediate, width), neuron_rows.dtype)
+        up = neuron_rows[:, 0]
+        apart[0] = to_blocks(up.contiguous(), self.weights, hidden) if self.up_in_blocks else up
+        apart[1] = neuron_rows[:, 1]
+        return apart.transpose(0, 1)
+
+    def in_row_order(self, first: int = 0, last: int | None = None) -> torch.Tensor:
+        """Neurons ``first`` to ``last`` (None: all) as in files, contiguous: a copy if they were :meth:`arranged`."""
+        if not self.up_in_blocks:
+            return self.neuron_rows[first:last].contiguous()
+        last = self.site.intermediate if last is None else last
+        start = first - first % ROWS
+        blocks = self.neuron_rows[start : last + -last % ROWS, 0]
+        up = from_blocks(blocks, self.weights, self.site.hidden)[first - start : last - start]
+        return torch.stack((up, self.neuron_rows[first:last, 1]), 1)
+
     def leave_blocks(self) -> None:
-        """Store the predictor's rows in plain order from now on."""
+        """Store the neurons, and the predictor's rows, as in files from now on."""
+        if self.neuron_rows.is_cpu:
+            self.neuron_rows, self.up_in_blocks = self.in_row_order(), False
         for name, tensor in self.predictor_rows().items():
             setattr(self, f"predictor_{name}", tensor)
         self.predictor_in_blocks = False
@@ -300,7 +335,8 @@ class SparseFFN(DenseForm):
         """Arguments of ``torch.ops.pi2.sparse_ffn`` after the mask of cold neurons."""
         site = self.site
         form = site.activation, site.activation_on_up
-        return *form, n_hot, threshold, self.weights, self.int8_activations, self.thresholds
+        weights = self.weights + IN_BLOCKS * self.up_in_blocks
+        return *form, n_hot, threshold, weights, self.int8_activations, self.thresholds
 
     def assign(self, name: str, value: torch.Tensor) -> bool:
         """See :meth:`DenseForm.assign`; also updates neurons on a GPU."""
@@ -315,6 +351,8 @@ class SparseFFN(DenseForm):
         ``neuron_rows``: those neurons, if the layer is not in memory. Raises as :meth:`check_gpu_has_kernels`.
         """
         self.check_gpu_has_kernels()
+        if not self.site.gated:
+            self.leave_blocks()
         self.split = HybridFFN(self, n_gpu, link, neuron_rows)
 
     def check_gpu_has_kernels(self) -> None:

@@ -114,11 +114,15 @@ class DenseForm(nn.Module):
         """Dtype of the float parameters; of a quantised layer, of those it replaced."""
         return self.neuron_rows.dtype if self.weights == "float" else self._dtype
 
+    def in_row_order(self) -> torch.Tensor:
+        """The neurons as in files, ``[I, R, ...]``."""
+        return self.neuron_rows
+
     def projection(self, role: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weight and bias of ``gate``, ``up`` (``[I, H]``) or ``down`` (``[H, I]``) in original neuron order."""
         rows = self.site.rows_per_neuron
         row = {"gate": 0, "up": rows - 2, "down": rows - 1}[role]
-        w_IH = row_of_each(self.neuron_rows, row, self.weights, self.site.hidden, self.dtype).index_select(
+        w_IH = row_of_each(self.in_row_order(), row, self.weights, self.site.hidden, self.dtype).index_select(
             0, self.inverse
         )
         if role == "down":

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch_pi2.formats import FLOAT, formats_of, has_two_formats, row_bytes
 from torch_pi2.ops import predictors
 from torch_pi2.ops.activations import ACTIVATIONS, norm, on_up
+from torch_pi2.ops.linear import IN_BLOCKS, from_blocks
 from torch_pi2.ops.operators import like_x, operator
 from torch_pi2.ops.rows import rounded_activations, values
 
@@ -42,6 +43,7 @@ def sparse_ffn(
         x: ``[..., H]`` float32, bfloat16 or float16.
         neuron_rows: ``[I, R, H]``, R = 3 (gate row, up row, down column) or 2 (up row, down column); quantised uint8
             ``[I, R, row_bytes(H)]`` (:mod:`torch_pi2.ops.rows`), or ``[I, bytes]`` where down rows have another format.
+            Contiguous; R = 2 also as the transpose of a contiguous ``[2, I, ...]``.
         bias_gate, bias_up: ``[I]`` or None; bias_down: ``[H]`` or None; float32, or the dtype of float rows. With
             ``rms`` in the activation, ``bias_up`` has the norm's weights (None: 1).
         active: ``[..., I - n_hot]`` bool, or None.
@@ -49,7 +51,8 @@ def sparse_ffn(
         n_hot: number of hot neurons, 0..I.
         threshold: cut on the gate's magnitude (CATS, arXiv 2404.08763); 0 is lossless.
         weights: format of the neurons: ``float``, ``int4`` or ``int8``; or ``FIRST+DOWN``: gate and up rows in FIRST,
-            ``int4``, ``int8`` or one of ``GGML``, down rows in DOWN, ``int4`` or ``int8``.
+            ``int4``, ``int8`` or one of ``GGML``, down rows in DOWN, ``int4`` or ``int8``. With the suffix ``_blocks``
+            the up rows of such a transpose are in blocks (:mod:`torch_pi2.ops.linear`); int8 activations and no mask.
         int8_activations: with quantised weights, gate and up read ``x`` rounded to int8 per group of 32 (lossy).
         thresholds: ``[I]`` float32, one per neuron in place of ``threshold`` (not for hot ones), or None.
 
@@ -93,6 +96,10 @@ def numbers(neuron_rows: torch.Tensor, weights: str, hidden: int) -> torch.Tenso
     """float32 ``[I, R, H]``."""
     if weights == FLOAT:
         return neuron_rows.float()
+    if weights.endswith(IN_BLOCKS):
+        weights = weights.removesuffix(IN_BLOCKS)
+        up = from_blocks(neuron_rows[:, 0], weights, hidden)
+        neuron_rows = torch.stack((up, neuron_rows[:, 1]), 1)
     if not has_two_formats(weights):
         return values(neuron_rows, weights, hidden)
     first, down = formats_of(weights)

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "bindings/formats.h"
@@ -58,6 +59,15 @@ inline void check_not_ggml(const std::string& weights, const char* wanted) {
       ggml_dtype(weights) == DType::kF32, "pi2: weights: expected ", wanted, ", found '", weights,
       "'. Blocks of GGUF files are for torch.ops.pi2.linear and dequantize, and for gate and up rows of sparse_ffn "
       "(q4_k+int8).");
+}
+
+// Whether `weights` ends with the suffix of torch_pi2.ops.linear for formats stored in blocks, which is taken off.
+inline bool take_blocks(std::string* weights) {
+  constexpr std::string_view kInBlocks = "_blocks";
+  if (weights->size() < kInBlocks.size() || weights->substr(weights->size() - kInBlocks.size()) != kInBlocks)
+    return false;
+  weights->resize(weights->size() - kInBlocks.size());
+  return true;
 }
 
 // Only "int4" and "int8".

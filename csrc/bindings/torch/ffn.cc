@@ -2,6 +2,7 @@
 #include "bindings/torch/ffn.h"
 
 #include "bindings/activations.h"
+#include "pi2/kernels.h"
 #include "pi2/memory.h"
 
 namespace pi2::binding {
@@ -38,12 +39,16 @@ FfnArgs mixed_neurons(const Tensor& x, const Tensor& neuron_rows, const std::str
 
 // Neurons with 3 or 2 rows of one format.
 FfnArgs even_neurons(const Tensor& x, const Tensor& neuron_rows, const std::string& weights, bool int8_activations) {
-  STD_TORCH_CHECK(
-      neuron_rows.dim() == 3 && (neuron_rows.size(1) == 2 || neuron_rows.size(1) == 3) && neuron_rows.is_contiguous(),
-      "pi2: neuron_rows: expected contiguous [neurons, 3 (gate, up, down) or 2 (up, down), hidden], found ",
-      neuron_rows.dim(), " dimensions. Build them with torch_pi2.layers.ffn.");
   FfnArgs args;
-  args.w_dtype = weights_dtype(weights, neuron_rows, "neuron_rows");
+  args.apart = apart(neuron_rows);
+  STD_TORCH_CHECK(neuron_rows.dim() == 3 && (neuron_rows.size(1) == 2 || neuron_rows.size(1) == 3) &&
+                      (neuron_rows.is_contiguous() || args.apart != 0),
+                  "pi2: neuron_rows: expected contiguous [neurons, 3 (gate, up, down) or 2 (up, down), hidden], or all "
+                  "up rows and then all down rows as such a view, found ",
+                  neuron_rows.dim(), " dimensions or other strides. Build them with torch_pi2.layers.ffn.");
+  std::string kind = weights;
+  args.up_blocks = take_blocks(&kind);
+  args.w_dtype = weights_dtype(kind, neuron_rows, "neuron_rows");
   args.neurons = neuron_rows.size(0);
   args.rows = neuron_rows.size(1);
   STD_TORCH_CHECK(neuron_rows.numel() > 0,
@@ -65,6 +70,15 @@ FfnArgs even_neurons(const Tensor& x, const Tensor& neuron_rows, const std::stri
 
 }  // namespace
 
+int64_t apart(const Tensor& neuron_rows) {
+  const bool two = neuron_rows.dim() == 3 && neuron_rows.size(1) == 2 && neuron_rows.size(0) > 1;
+  const int64_t row = two ? neuron_rows.size(2) : 0;
+  if (!two || neuron_rows.stride(2) != 1 || neuron_rows.stride(0) != row ||
+      neuron_rows.stride(1) < row * neuron_rows.size(0))
+    return 0;
+  return neuron_rows.stride(1) * neuron_rows.element_size();
+}
+
 FfnArgs ffn_args(const Tensor& x, const Tensor& neuron_rows, const MaybeTensor& bias_gate, const MaybeTensor& bias_up,
                  const MaybeTensor& bias_down, const std::string& activation, bool activation_on_up, int64_t n_hot,
                  double threshold, const std::string& weights, bool int8_activations, const MaybeTensor& thresholds) {
@@ -77,8 +91,21 @@ FfnArgs ffn_args(const Tensor& x, const Tensor& neuron_rows, const MaybeTensor& 
   args.neuron_rows = neuron_rows.const_data_ptr();
   args.n_hot = n_hot;
   const ScalarType like = is_quantized(args.dtype_of_down()) ? ScalarType::Float : neuron_rows.scalar_type();
-  return with_settings(args, x, like, bias_gate, bias_up, bias_down, activation, activation_on_up, threshold,
+  args = with_settings(args, x, like, bias_gate, bias_up, bias_down, activation, activation_on_up, threshold,
                        int8_activations, thresholds);
+  STD_TORCH_CHECK(
+      !args.up_blocks || (args.apart != 0 && args.neurons % kPanelRows == 0 && takes_up_blocks(args)),
+      "pi2: neuron_rows in blocks: expected int8 activations, kernels for blocks, and neurons without gates, "
+      "a multiple of 16, with all up rows before all down rows, each of a multiple of 64 numbers, found ",
+      args.neurons, " neurons of ", args.rows, " x ", args.hidden,
+      ". Pass them in rows, which leave_blocks() of a layer brings back.");
+  return args;
+}
+
+void check_no_blocks(const FfnArgs& args) {
+  STD_TORCH_CHECK(!args.up_blocks,
+                  "pi2: neuron_rows with a mask or a predictor: expected rows in their own order, found blocks. Call "
+                  "leave_blocks() of the layer first.");
 }
 
 FfnArgs with_settings(FfnArgs args, const Tensor& x, ScalarType like, const MaybeTensor& bias_gate,
@@ -128,6 +155,7 @@ Tensor sparse_ffn_out(const Tensor& x, const Tensor& neuron_rows, const MaybeTen
     check_mask(*active, "active", x, args.tokens, args.neurons - n_hot);
     active_dense = dense(*active);
     args.active = static_cast<const uint8_t*>(active_dense->const_data_ptr());
+    check_no_blocks(args);
   }
   args.x = x_dense.const_data_ptr();
   args.y = out.mutable_data_ptr();

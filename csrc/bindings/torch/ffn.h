@@ -15,6 +15,13 @@ FfnArgs ffn_args(const Tensor& x, const Tensor& neuron_rows, const MaybeTensor& 
                  double threshold, const std::string& weights, bool int8_activations,
                  const MaybeTensor& thresholds = std::nullopt);
 
+// Refuses up rows in blocks, which neither a mask nor a predictor takes.
+void check_no_blocks(const FfnArgs& args);
+
+// The distance in bytes of the down rows of neurons without gates from their up rows, if up rows lie one behind the
+// other and down rows behind them; 0: they do not.
+int64_t apart(const Tensor& neuron_rows);
+
 // Adds to `args`, which has the layer's sizes, the settings that do not depend on where the neurons are. Biases have
 // type `like`.
 FfnArgs with_settings(FfnArgs args, const Tensor& x, ScalarType like, const MaybeTensor& bias_gate,

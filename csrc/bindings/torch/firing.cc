@@ -4,6 +4,7 @@
 #include <map>
 #include <mutex>
 
+#include "bindings/torch/ffn.h"
 #include "bindings/torch/offload.h"
 
 namespace pi2::binding {
@@ -59,7 +60,7 @@ int64_t firing_start(std::vector<Tensor> neuron_rows, std::vector<double> cuts, 
   for (size_t i = 0; i < neuron_rows.size(); ++i) {
     check_plain(neuron_rows[i], "neuron_rows");
     STD_TORCH_CHECK((neuron_rows[i].dim() == 3 || neuron_rows[i].dim() == 2) && neuron_rows[i].numel() > 0 &&
-                        neuron_rows[i].is_contiguous(),
+                        (neuron_rows[i].is_contiguous() || apart(neuron_rows[i]) != 0),
                     "pi2: neuron_rows: expected contiguous [neurons, rows, hidden] or [neurons, bytes], found ",
                     shape_of(neuron_rows[i]), ". Pass those that the layer is called with.");
     layers.push_back({neuron_rows[i].const_data_ptr(), -1, neuron_rows[i].size(0), static_cast<float>(cuts[i])});

@@ -2,7 +2,6 @@
 #include "bindings/torch/predict.h"
 
 #include <cmath>
-#include <cstring>
 
 #include "bindings/torch/ffn.h"
 #include "pi2/kernels.h"
@@ -10,9 +9,6 @@
 
 namespace pi2::binding {
 namespace {
-
-// The suffix of torch_pi2.ops.linear for formats stored in blocks.
-constexpr char kInBlocks[] = "_blocks";
 
 // The data of a predictor's tensor: contiguous, `dtype`, [rows, columns], or [rows] if `columns` is 0.
 const void* typed_data(const Tensor& tensor, const char* name, ScalarType dtype, int64_t rows, int64_t columns) {
@@ -61,9 +57,9 @@ LowrankArgs lowrank_q_args(const Tensor& x, const Tensor& a, const Tensor& b, co
                            const std::string& weights, bool int8_activations, double threshold) {
   check_matrices(a, b);
   LowrankArgs args;
-  const size_t end = weights.rfind(kInBlocks);
-  args.blocks = end != std::string::npos && end + std::strlen(kInBlocks) == weights.size();
-  args.dtype = quantized_dtype(args.blocks ? weights.substr(0, end) : weights);
+  std::string kind = weights;
+  args.blocks = take_blocks(&kind);
+  args.dtype = quantized_dtype(kind);
   args.rank = a.size(0);
   args.hidden = x.dim() >= 1 ? x.size(x.dim() - 1) : 0;
   args.cold = args.blocks && b_bias && b_bias->dim() == 1 ? b_bias->size(0) : b.size(0);
@@ -192,6 +188,7 @@ Tensor predicted_ffn_out(const Tensor& x, const Tensor& neuron_rows, const Maybe
                          const Text& weights, bool int8_activations, const MaybeTensor& thresholds, const Tensor& out) {
   FfnArgs args = ffn_args(x, neuron_rows, bias_gate, bias_up, bias_down, activation, activation_on_up, n_hot, threshold,
                           weights, int8_activations, thresholds);
+  check_no_blocks(args);
   const Predictor any = any_predictor(x, args, predictor, kind, cut, predictor_weights, predictor_int8_activations);
   check_out(out, x, std::vector<int64_t>(x.sizes().begin(), x.sizes().end()));
   const Tensor x_dense = dense(x);

@@ -73,6 +73,11 @@ struct FfnArgs {
   std::int64_t hidden = 0;
   // [neurons, rows] rows of hidden numbers; rows: 3 = gate, up, down; 2 = up, down
   const void* neuron_rows = nullptr;
+  // Without gates: 0, or the distance in bytes of a neuron's down row from its up row; up rows then lie one behind the
+  // other, and so do down rows. `up_blocks`: up rows in blocks (kernels.h); needs takes_up_blocks(), and `first` a
+  // multiple of 16.
+  std::int64_t apart = 0;
+  bool up_blocks = false;
   NeuronSource* source = nullptr;  // instead of neuron_rows; if it fails, y is undefined
   std::int64_t layer = -1;         // its number in a store
   const void* owner = nullptr;     // that store (pi2/firing.h); null: neuron_rows identify the layer
@@ -91,6 +96,7 @@ struct FfnArgs {
   const void* bias_up = nullptr;    // [neurons] or null
   const void* bias_down = nullptr;  // [hidden] or null
   const std::uint8_t* active = nullptr;
+  bool all_fire = false;  // `active` marks those that fire, and no others
   std::int64_t n_hot = 0;
   std::int64_t first = 0;  // neurons before it are computed elsewhere: not computed, read or counted here
   Activation activation = Activation::kRelu;
@@ -112,8 +118,18 @@ struct FfnArgs {
   DType bias_dtype() const { return is_quantized(dtype_of_down()) ? DType::kF32 : w_dtype; }
   std::int64_t row_bytes() const { return pi2::row_bytes(w_dtype, hidden); }  // of gate and up
   std::int64_t down_offset() const { return (rows - 1) * row_bytes(); }       // in a neuron
+  // Row r of a neuron in memory.
+  const char* row_of(std::int64_t neuron, std::int64_t r) const {
+    const auto* at = static_cast<const char*>(neuron_rows);
+    return apart != 0 ? at + neuron * row_bytes() + r * apart : at + neuron * neuron_bytes() + r * row_bytes();
+  }
   std::int64_t neuron_bytes() const { return down_offset() + pi2::row_bytes(dtype_of_down(), hidden); }
 };
+
+// Whether a layer without gates takes int8 activations times blocks of 16 up rows, which are made of rows in another
+// layout. This depends on the layer, the instruction set and whether there is a mask of a predictor, and on nothing
+// else: blocks sum in another order than rows.
+bool takes_up_blocks(const FfnArgs& args);
 
 void sparse_ffn(const FfnArgs& args, const ParallelFor& parallel);
 

@@ -53,6 +53,11 @@ constexpr std::int64_t padded(std::int64_t n) { return (n + 127) / 128 * 128; }
 #define PI2_DOT_BLOCKS_ARGS                                                                                        \
   const void *blocks, std::int64_t count, const void *const *x_T, std::int64_t tokens, std::int64_t n, float *out, \
       std::int64_t ldo
+// What dot_blocks gives for one block of 16 rows that lie in their own order, for few tokens; `next`: null, or 16 rows
+// that are prefetched. Null where an instruction set has none: to_block (linear.h) makes a block.
+#define PI2_DOT_LANES_ARGS                                                                                       \
+  const void *const *rows, const void *const *next, const void *const *x_T, std::int64_t tokens, std::int64_t n, \
+      float *out, std::int64_t ldo
 // y_T[t][c] += h_T[t][0] * w[c], then h_T[t][1] * w[ldw + c], ... for `count` rows of w, in that order, for c in
 // [first, first + width), t in [0, tokens): many tokens that use the same rows. A token's bits do not depend on others.
 #define PI2_ADDMM_ARGS                                                                               \
@@ -111,6 +116,7 @@ using RestoreFn = void (*)(PI2_RESTORE_ARGS);
 using PanelFn = void (*)(PI2_PANEL_ARGS);
 using GemmFn = void (*)(PI2_GEMM_ARGS);
 using DotBlocksFn = void (*)(PI2_DOT_BLOCKS_ARGS);
+using DotLanesFn = void (*)(PI2_DOT_LANES_ARGS);
 using AddmmFn = void (*)(PI2_ADDMM_ARGS);
 using ReadFn = std::uint64_t (*)(PI2_READ_ARGS);
 using SignsFn = void (*)(PI2_SIGNS_ARGS);
@@ -125,6 +131,7 @@ using AttendFn = void (*)(PI2_ATTEND_ARGS);
 #define PI2_PREPARE_GEMM(isa, dtype) void prepare_gemm_##dtype##__##isa(PI2_PREPARE_ARGS);
 #define PI2_PANEL(isa, dtype) void panel_##dtype##__##isa(PI2_PANEL_ARGS);
 #define PI2_DOT_BLOCKS(isa, dtype) void dot_blocks_##dtype##__##isa(PI2_DOT_BLOCKS_ARGS);
+#define PI2_DOT_LANES(isa, dtype) void dot_lanes_##dtype##__##isa(PI2_DOT_LANES_ARGS);
 #define PI2_GEMM(isa, dtype) void gemm_##dtype##__##isa(PI2_GEMM_ARGS);
 #define PI2_ADDMM(isa) void addmm__##isa(PI2_ADDMM_ARGS);
 #define PI2_READ(isa) std::uint64_t read__##isa(PI2_READ_ARGS);
@@ -153,6 +160,7 @@ struct KernelTable {
   PrepareFn prepare_gemm[kDTypes];  // with dot_blocks and gemm (with panel)
   PanelFn panel[kDTypes];
   DotBlocksFn dot_blocks[kDTypes];
+  DotLanesFn dot_lanes[kDTypes];  // with dot_blocks
   GemmFn gemm[kDTypes];
   AddmmFn addmm;
   ReadFn read;

@@ -41,6 +41,9 @@ void linear_together(const LinearArgs* all, int count, const ParallelFor& parall
 // rows. torch_pi2/ops/linear.py does the same for tensors.
 void to_blocks(const void* rows, DType dtype, std::int64_t count, std::int64_t columns, void* blocks);
 
+// One block of the rows rows[0, 16). `next`: null, or as many rows that are prefetched meanwhile.
+void to_block(const void* const* rows, DType dtype, std::int64_t columns, const void* const* next, void* block);
+
 // The largest magnitude of a weight that the largest binary16 scale can represent.
 constexpr float largest_weight(DType quantized) { return 65504.0f * (quantized == DType::kQ4 ? 8.0f : 127.0f); }
 

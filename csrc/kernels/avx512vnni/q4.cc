@@ -1,5 +1,6 @@
 #include "kernels/avx512vnni/blocks.h"
 #include "kernels/avx512vnni/impl.h"
+#include "kernels/avx512vnni/lanes.h"
 
 void pi2::dot_a8_q4__avx512vnni(PI2_DOT_ARGS) { avx512vnni::dot_a8_q4(rows, count, x_T, tokens, n, out_RT, next); }
 
@@ -15,4 +16,10 @@ void pi2::gemm_q4__avx512vnni(PI2_GEMM_ARGS) {
 
 void pi2::dot_blocks_q4__avx512vnni(PI2_DOT_BLOCKS_ARGS) {
   avx512vnni::dot_blocks<avx512vnni::BlockQ4>(blocks, count, x_T, tokens, n, out, ldo);
+}
+
+void pi2::dot_lanes_q4__avx512vnni(PI2_DOT_LANES_ARGS) {
+  for (; tokens >= 2; tokens -= 2, x_T += 2, out += 2 * ldo, next = nullptr)
+    avx512vnni::dot_lanes_q4_of<2>(rows, next, x_T, n, out, ldo);
+  if (tokens == 1) avx512vnni::dot_lanes_q4_of<1>(rows, next, x_T, n, out, ldo);
 }

@@ -120,7 +120,7 @@ def _samples(model: Any, text: list[Batch], progress: bool) -> dict[str, Samples
         site = layer.site
         x_TH = args[0].reshape(-1, site.hidden)
         x_TH = x_TH[real_tokens(site.key, batch, len(x_TH))[0]]
-        rows, kind = row_of_neurons(layer.neuron_rows, 0, layer.weights, site.hidden)
+        rows, kind = row_of_neurons(layer.in_row_order(), 0, layer.weights, site.hidden)
         gate_TI = torch.ops.pi2.linear(x_TH.float(), rows.contiguous(), None, kind, False)
         seen[site.key].append((x_TH, pack_bits(ACTIVATIONS[site.activation](gate_TI) != 0)))
 
