@@ -26,6 +26,7 @@ from torch_pi2.formats import QUANTIZED, row_bytes
 from torch_pi2.measure.compute import Weights
 from torch_pi2.ops import load
 from torch_pi2.ops.constants import wants_blocks
+from torch_pi2.ops.linear import IN_BLOCKS, to_blocks
 from torch_pi2.ops.linear import ROWS as BLOCK_ROWS
 
 _FLOATS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -49,6 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weights", default="int4", choices=(*QUANTIZED, *_FLOATS))
     add_activations(parser)
     parser.add_argument("--rank", type=common.positive, metavar="R", help="of the predictor (default: H / 8)")
+    parser.add_argument(
+        "--ungated",
+        action="store_true",
+        help="a layer without gates (relu2), whose exact gate fires these shares, beside the same as two dense linears",
+    )
     parser.set_defaults(memory_size=_BYTES)
 
 
@@ -63,7 +69,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         ``shares``: for each share ``ms``, ``gather_ms`` (a plain read of as many neurons), ``bound_ms``, ``of_bound``
         (ms / bound_ms) and ``touched_gb_per_s``. ``stream_ms`` (a plain read of all neurons), ``read_gb_per_s``,
         ``linear`` (``gb_per_s`` and ``of_read`` of a dense linear), ``predictor_ms``, of floats ``torch_ms`` (three
-        ``F.linear`` over all neurons), and spreads. Milliseconds are medians of alternating rounds.
+        ``F.linear`` over all neurons), and spreads. Milliseconds are medians of alternating rounds. With ``--ungated``
+        see :func:`_ungated`.
     """
     hidden, intermediate, weights, tokens, rounds = (
         getattr(args, name) for name in ("hidden", "intermediate", "weights", "tokens", "rounds")
@@ -75,6 +82,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     load()
     generator = torch.Generator().manual_seed(args.seed)
     kind = _FLOATS.get(weights, weights)
+    if args.ungated:
+        return _ungated(args, kind, generator)
     layers = _several(kind, 3 * intermediate, hidden, args.memory_size)
     neuron_rows = cycle([rows.unflatten(0, (intermediate, 3)) for rows in layers])
     layer_bytes = layers[0].nbytes
@@ -175,6 +184,96 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def _ungated(args: argparse.Namespace, kind: str, generator: torch.Generator) -> dict[str, Any]:
+    """``exact``: for each share ``ms`` of a layer that fires it (its biases see to that), ``bound_ms`` (streaming its
+    up rows and that share of its down rows), ``linears_ms`` (up and down as two dense linears, of floats torch's) and
+    ``all_ms`` (a layer that fires all its neurons).
+    """
+    hidden, intermediate, tokens = args.hidden, args.intermediate, args.tokens
+    quantised, int8 = kind in QUANTIZED, args.activations == "int8"
+    in_blocks = quantised and wants_blocks(kind, intermediate, hidden, int8)
+    stored = kind if quantised else "float"
+    layers = _several(kind, 2 * intermediate, hidden, args.memory_size)
+    for layer in layers if in_blocks else ():
+        layer[:intermediate] = to_blocks(layer[:intermediate], kind, hidden)
+    neuron_rows = cycle([layer.view(2, intermediate, -1).transpose(0, 1) for layer in layers])
+    pairs = zip(
+        _several(kind, intermediate, hidden, args.memory_size // 2),
+        _several(kind, hidden, intermediate, args.memory_size // 2),
+        strict=False,
+    )
+    linears = cycle(list(pairs))
+    x_TH = torch.randn(tokens, hidden, generator=generator)
+    x_TH = x_TH if quantised else x_TH.to(DTYPES[kind])
+    h_TI = torch.randn(tokens, intermediate, generator=generator).to(x_TH.dtype)
+    rows = next(neuron_rows)
+    weights = stored + IN_BLOCKS * in_blocks
+    own = torch.float32 if quantised else x_TH.dtype
+
+    def call(bias: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return torch.ops.pi2.sparse_ffn(
+            x_TH, rows, None, bias, None, None, "relu2", False, 0, 0.0, weights, int8 and quantised
+        )
+
+    up_TI = _ups(rows, x_TH, weights, int8)
+    biases = {
+        share: (-up_TI.float().quantile(1 - share)).to(own).expand(intermediate).contiguous() for share in args.active
+    }
+    everything = torch.full((intermediate,), float(up_TI.float().abs().amax()) * 2, dtype=own)
+    linear: Callable[..., object] = partial(torch.ops.pi2.linear, int8_activations=int8)
+
+    def both(_: int) -> object:
+        up, down = next(linears)
+        if not quantised:
+            return F.linear(F.linear(x_TH, up), down)
+        for x, rows in ((x_TH, up), (h_TI, down)):
+            if wants_blocks(kind, len(rows), x.shape[-1], int8):
+                torch.ops.pi2.linear_blocks(x, rows, None, kind)
+            else:
+                linear(x, rows, None, kind)
+        return None
+
+    cases: dict[str, Callable[[int], object]] = {
+        "stream": lambda _: torch.ops.pi2.plain_read(next(neuron_rows).transpose(0, 1), None),
+        "linears": both,
+        "all": lambda _: call(everything, next(neuron_rows)),
+    }
+    for share in args.active:
+        cases[f"exact {share}"] = lambda _, s=share: call(biases[s], next(neuron_rows))  # type: ignore[misc]
+    samples = timed(cases, args.rounds, _WARMUP)
+    median = {name: statistics.median(values) for name, values in samples.items()}
+    nbytes = rows.nbytes
+
+    def of_share(share: float) -> dict[str, Any]:
+        ms, bound = median[f"exact {share}"], median["stream"] * (1 + share) / 2
+        return {
+            "active": share,
+            "ms": round(ms, 4),
+            "bound_ms": round(bound, 4),
+            "of_bound": round(ms / bound, 3),
+            "linears_ms": round(median["linears"], 4),
+            "all_ms": round(median["all"], 4),
+            "spread_ms": spread(samples[f"exact {share}"], 4),
+        }
+
+    return {
+        "bytes": nbytes,
+        "read_gb_per_s": round(nbytes / median["stream"] / 1e6, 2),
+        "exact": [of_share(share) for share in args.active],
+        "synthetic": "random weights",
+    }
+
+
+def _ups(rows: torch.Tensor, x_TH: torch.Tensor, weights: str, int8: bool) -> torch.Tensor:
+    """Up products of neurons ``rows``."""
+    up = rows[:, 0].contiguous()
+    if weights == "float":
+        return F.linear(x_TH, up)
+    if weights.endswith(IN_BLOCKS):
+        return torch.ops.pi2.linear_blocks(x_TH, up, None, weights.removesuffix(IN_BLOCKS))
+    return torch.ops.pi2.linear(x_TH, up, None, weights, int8)
+
+
 def _random(kind: str, rows: int, columns: int) -> torch.Tensor:
     """``[rows, columns]`` of a float type, or ``[rows, row_bytes]`` uint8."""
     return Weights(rows * row_bytes(kind, columns)).fill(kind, columns).rows(rows)
@@ -189,13 +288,25 @@ def _several(kind: str, rows: int, columns: int, memory_size: int) -> list[torch
 TABLES = (
     Table(
         "One feed-forward layer",
-        lambda result: [{**share, "stream_ms": result["stream_ms"]} for share in result["shares"]],
+        lambda result: [{**share, "stream_ms": result["stream_ms"]} for share in result.get("shares", ())],
         {
             "active": at("active", common.percent),
             "ms": at("ms", ".3f"),
             "GB/s": at("touched_gb_per_s", ".1f"),
             "gathered ms": at("gather_ms", ".3f"),
             "streamed ms": at("stream_ms", ".3f"),
+            "bound ms": at("bound_ms", ".3f"),
+            "of bound": at("of_bound", ".2f"),
+        },
+    ),
+    Table(
+        "One layer without gates",
+        lambda result: result.get("exact", []),
+        {
+            "fires": at("active", common.percent),
+            "ms": at("ms", ".3f"),
+            "two linears ms": at("linears_ms", ".3f"),
+            "all fire ms": at("all_ms", ".3f"),
             "bound ms": at("bound_ms", ".3f"),
             "of bound": at("of_bound", ".2f"),
         },

@@ -110,6 +110,22 @@ def check(name: str, result: dict[str, Any]) -> None:
                 assert low <= result[figure] <= high
 
 
+@pytest.mark.parametrize("weights", ["int4", "bf16"])
+def test_layers_without_gates(
+    weights: str,
+    folders: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    activations = "int8" if weights == "int4" else "float"
+    options = f"{COMMANDS['layer']} --ungated --weights {weights} --activations {activations}"
+    result = measured("layer", options, folders, tmp_path, monkeypatch, capsys)
+    assert [share["active"] for share in result["exact"]] == [0.1, 1.0]
+    assert all(share["ms"] > 0 and share["linears_ms"] > 0 for share in result["exact"])
+    assert "One layer without gates" in render(result)
+
+
 @pytest.mark.parametrize(
     "name",
     [
