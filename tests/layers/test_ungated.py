@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from offloading import logits, smallest
+from offloading import IDS, logits, smallest
 from operators import opcheck
 from torch import nn
 
@@ -90,8 +90,14 @@ def _model(**settings: str) -> nn.Module:
     config = ArceeConfig(
         vocab_size=64, hidden_size=128, intermediate_size=208, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        mlp_bias=True,
     )  # fmt: skip
-    return torch_pi2.optimize(ArceeForCausalLM(config).eval(), method="exact", **settings)
+    model = ArceeForCausalLM(config).eval()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.up_proj.weight.mul_(5)
+            layer.mlp.up_proj.bias.fill_(-1.3)  # a tenth fires
+    return torch_pi2.optimize(model, torch.randint(3, 64, (8, 16)), method="exact", **settings)
 
 
 @pytest.mark.parametrize("settings", [{}, {"weights": "int4"}, {"weights": "int4", "activations": "int8"}], ids=str)
@@ -108,6 +114,13 @@ def test_a_folder_and_a_store_have_the_bits_of_the_model(tmp_path: Path, setting
         torch_pi2.pack(tmp_path / "plain", tmp_path / "store")
         stored = torch_pi2.load(tmp_path / "store", budget=smallest(tmp_path / "store") + 20_000)
         assert torch.equal(logits(stored), wanted)
+        torch_pi2.pack(tmp_path / "plain", tmp_path / "single", cluster=1)
+        whole = torch_pi2.stats(torch_pi2.load(tmp_path / "single", budget="1GiB"))["budget"]
+        budget = whole.smallest + whole.in_slots(int(0.6 * whole.neurons))
+        stored = torch_pi2.load(tmp_path / "single", budget=budget)
+        assert torch_pi2.stats(stored)["budget"].gates > 0
+        for ids in (IDS[:1, :1], IDS[:1, :2], IDS[:, :5]):
+            assert torch.equal(logits(stored, ids), logits(model, ids))
 
 
 @blocks_here
