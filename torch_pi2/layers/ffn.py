@@ -53,10 +53,9 @@ class SparseFFN(DenseForm):
         ShapeError: weights, order or predictor do not fit the site.
         ConfigError: unknown method, hot neurons out of range, or no predictor.
 
-    Buffers (none in ``state_dict``): ``neuron_rows [I, R, H]`` in plan order, contiguous or :meth:`arranged`;
-    ``bias_gate``, ``bias_up [I]`` in plan order; ``bias_down [H]``; ``thresholds [I]`` float32 in plan order or None;
-    and the predictor's rows of cold neurons in plan order, in blocks where the kernels prefer them
-    (:mod:`torch_pi2.ops.linear`).
+    Buffers (none in ``state_dict``), in plan order: ``neuron_rows [I, R, H]``, contiguous or :meth:`arranged`;
+    ``bias_gate``, ``bias_up [I]``; ``bias_down [H]``; ``thresholds [I]`` float32 or None; and the predictor's rows of
+    cold neurons, in blocks where the kernels prefer them (:mod:`torch_pi2.ops.linear`).
     Quantised: ``neuron_rows [I, R, row_bytes(H)]`` uint8 (two formats: ``[I, bytes]``) and float32 biases. Rounding is
     final, so the original is not restored, ``state_dict`` has the dequantised numbers, and no other weights can be
     loaded.
@@ -286,28 +285,25 @@ class SparseFFN(DenseForm):
         return found
 
     def arranged(self, neuron_rows: torch.Tensor) -> torch.Tensor:
-        """``neuron_rows [I, 2, ...]`` of neurons without gates and predictor as a view of all up rows, which the exact
-        gate reads as one stream, and then all down rows; up rows are in blocks (:mod:`torch_pi2.ops.linear`) where the
-        kernels want them. Others as they are.
+        """Neurons without gates and predictor as a view ``[I, 2, ...]`` of all up rows, in blocks where kernels want
+        them (:mod:`torch_pi2.ops.linear`), and then all down rows; others as they are.
         """
         plain = self.site.gated or self.site.experts is not None or self.has_predictor
         if plain or neuron_rows.dim() != 3 or not neuron_rows.is_cpu:
             return neuron_rows
         intermediate, rows, width = neuron_rows.shape
-        hidden, int8 = self.site.hidden, self.int8_activations
-        self.up_in_blocks = self.weights != FLOAT and wants_blocks(self.weights, intermediate, hidden, int8)
-        apart = new_tensor((rows, intermediate, width), neuron_rows.dtype)
-        up = neuron_rows[:, 0]
-        apart[0] = to_blocks(up.contiguous(), self.weights, hidden) if self.up_in_blocks else up
-        apart[1] = neuron_rows[:, 1]
+        size = intermediate, self.site.hidden
+        self.up_in_blocks = self.weights != FLOAT and wants_blocks(self.weights, *size, self.int8_activations)
+        apart, (up, down) = new_tensor((rows, intermediate, width), neuron_rows.dtype), neuron_rows.unbind(1)
+        apart[0] = to_blocks(up.contiguous(), self.weights, size[1]) if self.up_in_blocks else up
+        apart[1] = down
         return apart.transpose(0, 1)
 
     def in_row_order(self, first: int = 0, last: int | None = None) -> torch.Tensor:
         """Neurons ``first`` to ``last`` (None: all) as in files, contiguous: a copy if they were :meth:`arranged`."""
         if not self.up_in_blocks:
             return self.neuron_rows[first:last].contiguous()
-        last = self.site.intermediate if last is None else last
-        start = first - first % ROWS
+        last, start = self.site.intermediate if last is None else last, first - first % ROWS
         blocks = self.neuron_rows[start : last + -last % ROWS, 0]
         up = from_blocks(blocks, self.weights, self.site.hidden)[first - start : last - start]
         return torch.stack((up, self.neuron_rows[first:last, 1]), 1)

@@ -108,15 +108,12 @@ class DenseForm(nn.Module):
     bias_up: torch.Tensor | None
     bias_down: torch.Tensor | None
     _dtype: torch.dtype
+    in_row_order: Callable[[], torch.Tensor]
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the float parameters; of a quantised layer, of those it replaced."""
         return self.neuron_rows.dtype if self.weights == "float" else self._dtype
-
-    def in_row_order(self) -> torch.Tensor:
-        """The neurons as in files, ``[I, R, ...]``."""
-        return self.neuron_rows
 
     def projection(self, role: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weight and bias of ``gate``, ``up`` (``[I, H]``) or ``down`` (``[H, I]``) in original neuron order."""

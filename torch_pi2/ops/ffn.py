@@ -98,8 +98,7 @@ def numbers(neuron_rows: torch.Tensor, weights: str, hidden: int) -> torch.Tenso
         return neuron_rows.float()
     if weights.endswith(IN_BLOCKS):
         weights = weights.removesuffix(IN_BLOCKS)
-        up = from_blocks(neuron_rows[:, 0], weights, hidden)
-        neuron_rows = torch.stack((up, neuron_rows[:, 1]), 1)
+        neuron_rows = torch.stack((from_blocks(neuron_rows[:, 0], weights, hidden), neuron_rows[:, 1]), 1)
     if not has_two_formats(weights):
         return values(neuron_rows, weights, hidden)
     first, down = formats_of(weights)
