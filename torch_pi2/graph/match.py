@@ -288,7 +288,7 @@ def _match_down(gm: fx.GraphModule, walk: Walk, tensors: Tensors, taken: set[fx.
     h = down.x if norm is None else norm.h
 
     def evaluate(probes: Sequence[torch.Tensor]) -> torch.Tensor:
-        until = region.index(h) + 1 if h in region else 0
+        until = len(region) if norm is None else region.index(h) + 1 if h in region else 0
         return _evaluate(gm, h, {p.node: probe for p, probe in zip(sources, probes)}, region[:until])
 
     found = identify(evaluate, shapes, intermediate)
