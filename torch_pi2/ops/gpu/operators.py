@@ -106,7 +106,7 @@ def compute(y_TH: torch.Tensor, x_TH: torch.Tensor, call: SimpleNamespace, route
     counts = x_TH.new_empty((pairs, tiles), dtype=torch.int32)
     gates: torch.Tensor | None = None
     seen_TH = rounded(x_TH) if call.int8_activations else x_TH
-    held, scales, row, form = kernel_rows(call.neuron_rows, call.weights, hidden)
+    held, scales, row, form = kernel_rows(call.neuron_rows.contiguous(), call.weights, hidden)
     if call.kind == NO_PREDICTOR:
         gates = x_TH.new_empty((pairs, tiles, kernels.TILE), dtype=torch.float32)
         kernels.list_fired[(tiles, pairs)](
