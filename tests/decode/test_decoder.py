@@ -73,7 +73,7 @@ def test_eager_decoding_is_that_of_the_model_and_starts_anew_with_each_prompt(na
 def test_compiled_decoding_merges_linears_of_one_input_and_moves_their_rows_once():
     model = quantised("qwen2")  # q, k and v have biases
     want = expected(model, PROMPT_BT)
-    decoder = Decoder(model, max_tokens=16)
+    decoder = Decoder(model, max_tokens=16, compiled=True)
     assert torch.equal(decoded(decoder, PROMPT_BT), want)
     layers = len(model.model.layers)
     assert calls(Decoder(model, max_tokens=16, compiled=False), "pi2::linear") == 4 * layers + 1

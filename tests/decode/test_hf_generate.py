@@ -203,6 +203,21 @@ def test_answers_longer_than_a_sliding_window(steps: list[int]) -> None:
     assert len(steps) == 3 * 19 + 3 * 69
 
 
+@pytest.mark.parametrize("positional", [False, True])
+def test_a_processor_is_heard_however_it_is_passed(model: Any, positional: bool) -> None:
+    first = by_transformers(model, IDS, **HOW)[0, IDS.shape[1] : IDS.shape[1] + 1]
+
+    def never(ids_BT: torch.Tensor, scores_BV: torch.Tensor) -> torch.Tensor:
+        return scores_BV.index_fill(1, first, -1e9)
+
+    config, listed = transformers.GenerationConfig(**HOW), LogitsProcessorList([never])
+    how: dict[str, Any] = {} if positional else {"logits_processor": listed}
+    given = (config, listed) if positional else (config,)
+    wanted = by_transformers(model, IDS, *given, **how)
+    assert torch.equal(model.generate(IDS, *given, **how), wanted)
+    assert not torch.equal(wanted, by_transformers(model, IDS, config))
+
+
 def test_streams_and_calls_within(model: Any, steps: list[int]) -> None:
     """A streamer may generate, too: the call within has steps of its own."""
     wanted, within = by_transformers(model, IDS, **HOW), list[torch.Tensor]()

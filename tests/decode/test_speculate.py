@@ -104,7 +104,7 @@ def test_a_pass_has_the_bits_of_steps(name: str, weights: str, int8: bool, dtype
 
 @pytest.mark.slow
 def test_a_compiled_pass_has_the_bits_of_compiled_steps(model: nn.Module) -> None:
-    decoder = Decoder(model, max_tokens=24, logits=True)
+    decoder = Decoder(model, max_tokens=24, logits=True, compiled=True)
     for tokens in (2, 5):
         for _ in range(2):
             decoder.prompt(IDS)
@@ -254,7 +254,7 @@ def test_an_assistant_that_rested_reads_what_was_said_meanwhile(
 @pytest.mark.usefixtures("always")
 def test_compiled_text_is_that_of_compiled_steps(model: nn.Module) -> None:
     how: dict[str, Any] = {"max_new_tokens": NEW, "eos_token_id": [], "compiled": True}
-    decoder = Decoder(model, max_tokens=IDS.shape[1] + NEW, logits=True)
+    decoder = Decoder(model, max_tokens=IDS.shape[1] + NEW, logits=True, compiled=True)
     plain = generate(model, IDS, **how, decoder=decoder)
     got = generate(model, IDS, **how, decoder=decoder, assistant_model=model, draft_tokens=2)
     assert got.sequences == plain.sequences

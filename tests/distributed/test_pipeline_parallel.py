@@ -77,9 +77,9 @@ def test_a_stage_has_only_its_own_layers(made: Path, tmp_path: Path) -> None:
     script = """
 import torch_pi2
 model = torch_pi2.load(sys.argv[4])
-budget = torch_pi2.stats(model)["budget"]
+stats = torch_pi2.stats(model)
 layers = [sum(p.numel() for p in layer.parameters()) for layer in model.model.layers]
-print([count > 0 for count in layers], budget.kv, budget.neurons)
+print([count > 0 for count in layers], stats["budget"].kv, sum(n for n, *_ in stats["store"].layers()))
 few = torch.arange(1, 6)[None]
 drawn = torch_pi2.generate(model, few, max_new_tokens=12, do_sample=True, seed=3)
 by_transformers = model.generate(few, max_new_tokens=12, do_sample=False)
@@ -89,14 +89,15 @@ torch.save(model(few, output_hidden_states=True).hidden_states, out / f"{rank}.p
     store = made / "thresholds" / "store"
     found = together(tmp_path, script, 2, store.parent / "2")
     model: Any = torch_pi2.load(store, budget="1GiB")
-    budget = torch_pi2.stats(model)["budget"]
+    stats = torch_pi2.stats(model)
+    neurons = sum(n for n, *_ in stats["store"].layers())
     drawn = torch_pi2.generate(model, FEW, max_new_tokens=12, do_sample=True, seed=3)
     greedy = model.generate(FEW, max_new_tokens=12, do_sample=False)
     wanted = result_of_one(store, "model(sharding.FEW, output_hidden_states=True).hidden_states")
     for rank, said in enumerate(found):
         here = [layer // 2 == rank for layer in range(4)]
         assert said.splitlines() == [
-            f"{here} {budget.kv // 2} {budget.neurons // 2}",
+            f"{here} {stats['budget'].kv // 2} {neurons // 2}",
             f"{drawn.sequences} {greedy.tolist()}",
         ]
         states = torch.load(tmp_path / f"{rank}.pt")

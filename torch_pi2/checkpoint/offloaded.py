@@ -13,9 +13,8 @@ from torch import nn
 from torch_pi2.base.dtypes import DTYPES
 from torch_pi2.base.memory import give_back_freed_memory
 from torch_pi2.base.progress import log
-from torch_pi2.base.reading import PIECE
 from torch_pi2.checkpoint.sparse import DEFAULT_CONTEXT, LoadSettings, load_sparse, weights_of
-from torch_pi2.decode.budget import divide_budget, gate_bytes
+from torch_pi2.decode.budget import divide_budget, place_gates
 from torch_pi2.distributed.group import of_each
 from torch_pi2.distributed.join import Membership, join
 from torch_pi2.distributed.tensor_parallel import ShardedExperts, ShardedFFN
@@ -77,16 +76,18 @@ def load_offloaded(folder: Path, plan: Plan, predictors: dict[str, Any], setting
         if budget_bytes is None:
             budget = budget.with_total(budget.whole, folder)
         index_of = {key: i for i, key in enumerate(reader.keys)}
-        gates, left = dict[str, torch.Tensor](), budget.gates
-        for entry, layer in zip(reader.entries, here.layers, strict=True):
-            if 0 < (size := gate_bytes(entry, layer)) <= left:
-                gates[layer.site.key], left = _gate_rows(reader, index_of[layer.site.key]), left - size
-    store = Store(path, budget.cache, offload, token_bytes=budget.token)
+    # without gates, which a smaller budget gives up, there would be more room for neurons
+    room = min(budget.neurons, budget.cache + budget.gates // budget.slot * budget.slot)
+    store = Store(path, room, offload, token_bytes=budget.token)
+    if room > budget.cache:
+        store.resize(budget.cache)
     store.budget, store.limited = budget, budget_bytes is not None
     dividing = None if together is None or together.own.by_layers else together
-    make = _OverStore(store, index_of, predictors, gates, settings.int8_activations, dividing)
+    make = _OverStore(store, index_of, predictors, settings.int8_activations, dividing)
     give_back_freed_memory()
     model = load_sparse(folder, plan, predictors, settings, make_layer=make.layer, make_experts=make.experts)
+    if budget.gates:
+        place_gates(model, path, here, budget.gates)
     give_back_freed_memory()  # needed for loading only; before the cache is filled
     if offload.lookahead:
         for module in model.modules():
@@ -108,16 +109,6 @@ def load_offloaded(folder: Path, plan: Plan, predictors: dict[str, Any], setting
     return model
 
 
-def _gate_rows(store: StoreReader, index: int) -> torch.Tensor:
-    """The first rows of all neurons of a layer, in plan order and the operators' format."""
-    entry, rows = store.entries[index], list[torch.Tensor]()
-    step = max(1, PIECE // entry.neuron_bytes)
-    for start in range(0, entry.neurons, step):
-        part = store.read_layer(index, (start, min(start + step, entry.neurons)))
-        rows.append(part.flatten(1)[:, : entry.row_bytes].clone())
-    return store.as_computed(torch.cat(rows))
-
-
 def offload_of(plan: Plan) -> OffloadConfig:
     """Settings of ``plan`` for reading and caching neurons. Raises ConfigError if they are invalid."""
     return OffloadConfig() if plan.hardware is None else OffloadConfig(**plan.hardware.offload)
@@ -126,14 +117,12 @@ def offload_of(plan: Plan) -> OffloadConfig:
 @dataclass
 class _OverStore:
     """Makes layers whose neurons stay in ``store`` (``index_of``: layer key -> its number there); each takes its
-    predictor out of ``predictors``, and its rows out of ``gates``. ``dividing``: the group whose processes divide its
-    neurons.
+    predictor out of ``predictors``. ``dividing``: the group whose processes divide its neurons.
     """
 
     store: Store
     index_of: Mapping[str, int]
     predictors: dict[str, Any]
-    gates: dict[str, torch.Tensor]
     int8_activations: bool
     dividing: Membership | None
 
@@ -152,7 +141,6 @@ class _OverStore:
             int8_activations=self.int8_activations,
             dtype=DTYPES.get(weights.kind, kind),
         )
-        made.gate_rows = self.gates.pop(key, None)
         if self.dividing is not None and isinstance(made, ShardedFFN):
             made.share = self.dividing.share(key)
         return made

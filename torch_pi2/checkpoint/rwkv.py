@@ -8,6 +8,7 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 
@@ -78,8 +79,11 @@ def import_rwkv(file: str | Path, folder: str | Path) -> ImportReport:
         for pattern, new in _NAMES.items():
             own = re.sub(pattern, new, own)
         value = value.T if own.endswith(("lora.0.weight", "lora.2.weight")) else value
-        if own not in wanted or value.numel() != wanted[own].numel():
-            raise _other(file, f"{name} of {list(value.shape)}")
+        if own not in wanted or value.numel() != wanted[own].numel() or not value.is_floating_point():
+            raise _other(file, f"{name} of {list(value.shape)}, {dtype_name(value.dtype)}")
+        if not value.isfinite().all():
+            fix = "Get the file again."
+            raise ArtifactError(f"{name} of {file}", expected="finite numbers", found="others", fix=fix)
         state[own] = value.reshape(wanted[own].shape).contiguous()
     if left := wanted.keys() - state.keys():
         raise _other(file, f"nothing for {min(left)}")
@@ -100,9 +104,10 @@ def _other(file: Path, found: str) -> UnsupportedModelError:
 
 def _tensors(file: Path) -> dict[str, torch.Tensor]:
     try:
-        found = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        found = torch.load(file, map_location="cpu", mmap=is_zipfile(file), weights_only=True)
     except Exception as error:  # of pickle, zip files or the system
-        reason, fix = str(error).splitlines()[0][:200], "Get the file again. Code in it is never run."
+        reason = str(error) if isinstance(error, OSError) else "damage, or other objects"
+        fix = "Get the file again. Code in it is never run."
         raise ArtifactError(str(file), expected="a .pth of tensors", found=reason, fix=fix) from error
     if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
         raise _other(file, "no dict of tensors")

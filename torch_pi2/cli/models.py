@@ -63,6 +63,8 @@ def _loading(args: argparse.Namespace, part: str, expected: str) -> Iterator[Non
         fix = "Check the folder's name and files; pass --allow-download to fetch a name from the Hub."
         if Path(args.model).is_dir():
             fix = "Copy its files again from where they were made, or correct what is named."
+        if str(args.model).endswith(".pth"):
+            fix = "Import it first, if it is RWKV-7's: torch-pi2 import FILE.pth --out DIR."
         if "trust_remote_code" in found:
             fix = "Read the modelling code in that folder; if you trust it, pass --trust-remote-code."
         found = found if len(found) <= 300 else found[:300] + " ..."

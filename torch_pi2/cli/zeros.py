@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help=common.RUNNABLE)
     common.add_text(parser)
-    add("--tokens", type=common.positive, default=4096, help="tokens of the text, about")
+    add("--tokens", type=common.positive, default=4096, help="tokens of the text, rounded up to whole batches")
     near = "share of the norm of a token's neurons that its near zeros have together, at most"
     add("--near", type=float, default=0.01, metavar="SHARE", help=near)
     add("--weights", choices=WEIGHTS, default="int4", help="format that is assumed for bytes and speed")

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch_pi2.errors import ConfigError
 from torch_pi2.graph.routed import chosen_shares
 from torch_pi2.layers.offloaded import OffloadedFFN
 from torch_pi2.ops.constants import chunk_neurons, constants, lists
-from torch_pi2.rewrite.state import ModelState, store_and_budget, store_of
+from torch_pi2.rewrite.state import ModelState, get_state, store_and_budget, store_of
 from torch_pi2.store.storefile import StoreReader
 from torch_pi2.store.superblock import SECTOR, LayerEntry
 from torch_pi2.types.method import PREDICTED
@@ -64,13 +65,13 @@ def set_budget(model: nn.Module, budget: float | str) -> Budget:
         ArtifactError: the neurons that fill the cache cannot be read, or the store has been closed.
     """
     store, parts = store_and_budget(model)
-    total = parse_bytes(budget)
-    if parts.gates and total < parts.smallest:  # the rows of exact gates are not needed
-        parts = replace(parts, gates=0)
-        for module in model.modules():
-            if isinstance(module, OffloadedFFN):
-                module.gate_rows = None
-    made = parts.with_total(total, store.path.parent.parent)
+    total, plan = parse_bytes(budget), get_state(model).plan
+    made, place = parts, lambda gates: None
+    if any(layer.gate_decides for layer in plan.layers):
+        with StoreReader(store.path) as reader:
+            made = with_gates(replace(parts, total=total), reader, plan, model.config, store.config)
+        place = partial(place_gates, model, store.path, plan)
+    made = made.with_total(total, store.path.parent.parent)
     if made.cache > store.opened_bytes:
         most = parts.smallest + parts.in_slots(store.opened_bytes)
         raise ConfigError(
@@ -79,7 +80,10 @@ def set_budget(model: nn.Module, budget: float | str) -> Budget:
             found=mebibytes(made.total, up=True),
             fix="Load the model with the largest budget that it is going to have.",
         )
+    if made.gates < parts.gates:
+        place(made.gates)
     store.resize(made.cache)
+    place(made.gates)
     store.budget, store.limited = made, True
     handle = ModelState.of(model)
     if handle is not None and handle.controller is not None:
@@ -179,27 +183,7 @@ def divide_budget(
         "activations": activation_bytes(store.entries, activation_sizes(model_config, dtype), context),
         "neuron_tables": tables + sum(y.thresholds.nbytes for y in plan.layers if y.thresholds is not None),
     }
-    left = budget_bytes - sum(parts.values())
-    whole = count * (slot + SLOT_BYTES)
-    gates, decided = 0, set[str]()
-    if store.shard is None and left < whole and config.engine != "mmap":
-        for entry, layer in zip(store.entries, plan.layers):
-            if 0 < (size := gate_bytes(entry, layer)) <= left - gates:
-                gates += size
-                decided.add(layer.site.key)
-        # with gates fewer neurons are wanted, but fewer are in memory
-        every = sum(layer.site.intermediate for layer in plan.layers)
-        some = sum(wanted_neurons(layer, layer.site.key in decided) for layer in plan.layers)
-        if some * (whole - left + gates) >= every * (whole - left):
-            gates, decided = 0, set()
-    left -= gates
-    chosen = chosen_shares(model_config, [layer.site for layer in plan.layers])
-    slots_wanted = sum(
-        chosen.get(layer.site.experts, 1.0) * -(-wanted_neurons(layer, layer.site.key in decided) // entry.cluster)
-        for layer, entry in zip(plan.layers, store.entries)
-    )
-    token = slot * math.ceil(slots_wanted)
-    if left < 0:
+    if budget_bytes < sum(parts.values()):
         needed = ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in parts.items())
         raise ConfigError(
             f"budget for {store.path.parent.parent}",
@@ -207,12 +191,49 @@ def divide_budget(
             found=mebibytes(budget_bytes),
             fix=f"Give it more, or lower {LESS}.",
         )
-    slots = min(count, left // (slot + SLOT_BYTES))
-    found = {"gates": gates, "cache": slots * slot, "neurons": count * slot, "token": token, "slot": slot}
+    found = {"cache": 0, "neurons": count * slot, "token": 0, "slot": slot}
     made = Budget(total=budget_bytes, **parts, **found, context=context, piece_tokens=piece_tokens(context))
-    if slots < count and made.cache < token and config.engine != "mmap":
+    made = with_gates(made, store, plan, model_config, config)
+    if made.cache < min(made.token, made.neurons) and config.engine != "mmap":
         _warn_below_cliff(made, Path(store.path).parent.parent)
     return made
+
+
+def with_gates(budget: Budget, store: StoreReader, plan: Plan, model_config: Any, config: OffloadConfig) -> Budget:
+    """``budget`` with the gates that pay, the cache that they leave, and what a token then wants of it."""
+    left, whole = budget.total - budget.smallest + budget.gates, budget.in_slots(budget.neurons)
+    gates: dict[str, int] = {}
+    if store.shard is None and left < whole and config.engine != "mmap":
+        for entry, layer in zip(store.entries, plan.layers):
+            if 0 < (size := gate_bytes(entry, layer)) <= left - sum(gates.values()):
+                gates[layer.site.key] = size
+        # with gates fewer neurons are wanted, but fewer are in memory
+        every = sum(layer.site.intermediate for layer in plan.layers)
+        some = sum(wanted_neurons(layer, layer.site.key in gates) for layer in plan.layers)
+        if some * (whole - left + sum(gates.values())) >= every * (whole - left):
+            gates = {}
+    chosen = chosen_shares(model_config, [layer.site for layer in plan.layers])
+    slots_wanted = sum(
+        chosen.get(layer.site.experts, 1.0) * -(-wanted_neurons(layer, layer.site.key in gates) // entry.cluster)
+        for layer, entry in zip(plan.layers, store.entries)
+    )
+    made = replace(budget, gates=sum(gates.values()), token=budget.slot * math.ceil(slots_wanted))
+    return made.with_total(budget.total, Path(store.path).parent.parent)
+
+
+def place_gates(model: nn.Module, path: Path, plan: Plan, gates: int) -> None:
+    """Let the layers of ``model`` over the store at ``path`` keep ``gates`` bytes of gate rows, as :func:`with_gates`
+    has divided them, and no others.
+    """
+    layers = {layer.site.key: layer for layer in model.modules() if isinstance(layer, OffloadedFFN)}
+    with StoreReader(path) as store:
+        for index, (entry, layer) in enumerate(zip(store.entries, plan.layers)):
+            if not (size := gate_bytes(entry, layer)):
+                continue
+            module, stays = layers[layer.site.key], size <= gates
+            gates -= size * stays
+            if stays != (module.gate_rows is not None):
+                module.gate_rows = store.first_rows(index) if stays else None
 
 
 def gate_bytes(entry: LayerEntry, layer: LayerPlan) -> int:

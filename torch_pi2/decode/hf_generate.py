@@ -133,7 +133,7 @@ def _sample(model: Any, input_ids: torch.Tensor, config: Any, kwargs: dict[str, 
             most = min(config.max_length, most_positions(model))  # the answer may end before
             decoder = pool.acquire(model, max(2, most), len(input_ids))
             if not decoder.is_hooked():
-                if config.do_sample or len(kwargs["logits_processor"]) > 1:  # the first is ours
+                if config.do_sample or [type(one) for one in kwargs["logits_processor"]] != [_Finite]:
                     result = loop(_Steps(model, decoder), input_ids, generation_config=config, **kwargs)
                 else:
                     result = _greedy(decoder, input_ids, config, **kwargs)

@@ -333,16 +333,26 @@ class InStore:
             return operator(x, *arguments)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """``model.to(...)`` leaves the neurons on ``meta``, and rows of gates as they are."""
-        kept = {name: self._buffers.get(name) for name in ("neuron_rows", "gate_rows")}
-        self._buffers |= {name: torch.empty(0, dtype=t.dtype) for name, t in kept.items() if t is not None}
+        """``model.to(...)`` leaves the neurons on ``meta``."""
+        neuron_rows = self._buffers["neuron_rows"]
+        assert neuron_rows is not None
+        self._buffers["neuron_rows"] = torch.empty(0, dtype=neuron_rows.dtype)
         try:
             return super()._apply(fn, recurse)  # type: ignore[misc]
         finally:
-            self._buffers |= {name: t for name, t in kept.items() if t is not None}
+            self._buffers["neuron_rows"] = neuron_rows
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, in {self.store.path.name}"  # type: ignore[misc]
+
+
+class _Gates:
+    """Gate rows of a layer, which copies of its model share, as they share store and budget."""
+
+    rows: torch.Tensor | None = None
+
+    def __deepcopy__(self, _memo: Any) -> _Gates:
+        return self
 
 
 class OffloadedFFN(InStore, SparseFFN):
@@ -359,8 +369,7 @@ class OffloadedFFN(InStore, SparseFFN):
     announced = False
     #: Number of first neurons in plan order that are computed elsewhere.
     first = 0
-    #: Gate rows (up rows of a layer without gates), if they stay in memory: few tokens then read only what fires.
-    gate_rows: torch.Tensor | None
+    _gates: _Gates
 
     @classmethod
     def over(
@@ -370,9 +379,18 @@ class OffloadedFFN(InStore, SparseFFN):
         layer = cls.empty(site, layer_plan, kind, **settings)
         assert isinstance(layer, OffloadedFFN)
         layer._store, layer.store_layer = (store,), store_layer  # a tuple: not a module
-        layer.register_buffer("gate_rows", None, persistent=False)
+        layer._gates = _Gates()
         check_store_layer(store, store_layer, site)
         return layer
+
+    @property
+    def gate_rows(self) -> torch.Tensor | None:
+        """Gate rows (up rows of a layer without gates), if they stay in memory: few tokens read only what fires."""
+        return self._gates.rows
+
+    @gate_rows.setter
+    def gate_rows(self, rows: torch.Tensor | None) -> None:
+        self._gates.rows = rows
 
     def split_off(self, n_gpu: int, link: TransferBuffer, neuron_rows: torch.Tensor | None = None) -> None:
         """See the base class. The cache then serves the other neurons; :meth:`Store.preload` fills it."""
@@ -409,9 +427,10 @@ class OffloadedFFN(InStore, SparseFFN):
         return self._stored(x, self.asked(), n_hot, self.threshold)
 
     def _compute(self, x: torch.Tensor, n_hot: int, threshold: float) -> torch.Tensor:
-        if self.gate_rows is None or n_hot == self.site.intermediate:
+        rows = self._gates.rows  # another thread may take them away
+        if rows is None or n_hot == self.site.intermediate:
             return self._stored(x, ([], NO_PREDICTOR, 0.0, "", False), n_hot, threshold)
-        return self._stored(x, ([self.gate_rows], "gate", 0.0, "", False), n_hot, threshold)
+        return self._stored(x, ([rows], "gate", 0.0, "", False), n_hot, threshold)
 
     def _stored(self, x: torch.Tensor, asked: tuple[Any, ...], n_hot: int, threshold: float) -> torch.Tensor:
         return self._call(x, asked, n_hot, threshold, self.bias_down, 0)

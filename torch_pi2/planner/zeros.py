@@ -73,7 +73,7 @@ class Zeros:
     left: dict[str, str]
 
     def mean(self, share: str) -> float:
-        """Of ``zeros``, ``near_zeros`` or ``below_gate`` over the neurons of all layers."""
+        """Of ``zeros``, ``near_zeros`` or ``below_gate``; a layer, or block of experts, counts by its neurons."""
         return sum(getattr(y, share) * y.neurons for y in self.layers) / sum(y.neurons for y in self.layers)
 
 

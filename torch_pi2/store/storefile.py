@@ -238,6 +238,15 @@ class StoreReader(QuantizedWeights):
             out[at - start : at - start + len(neuron_rows)] = neuron_rows.view(-1, *shape)
         return out
 
+    def first_rows(self, index: int) -> torch.Tensor:
+        """The first rows of all neurons of a layer, in plan order and the operators' format ``[I, ...]``."""
+        entry, rows = self.entries[index], list[torch.Tensor]()
+        step = max(1, PIECE // entry.neuron_bytes)
+        for start in range(0, entry.neurons, step):
+            part = self.read_layer(index, (start, min(start + step, entry.neurons)))
+            rows.append(part.flatten(1)[:, : entry.row_bytes].clone())
+        return self.as_computed(torch.cat(rows))
+
     def _pieces(self, index: int, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Position of the first neuron, and verified neurons ``[n, neuron_bytes]``."""
         entry, key = self.entries[index], self.keys[index]
