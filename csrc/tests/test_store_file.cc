@@ -120,7 +120,7 @@ long check_damage(std::mt19937& rng) {
       {"layer 0: weights of kind 5 and 5", [](StoreFixture* s) { number(s, 128 + 28, 5, 4); }},
       {"layer 0: weights of kind 2 and 5", [](StoreFixture* s) { number(s, 128 + 28, 2, 4); }},
       {"layer 0: rows of 72 bytes for 96 numbers", [](StoreFixture* s) { number(s, 128 + 28, 4, 4); }},
-      {"layer 0: weights of kind 12 and 5", [](StoreFixture* s) { number(s, 128 + 28, 12, 4); }},
+      {"layer 0: weights of kind 13 and 5", [](StoreFixture* s) { number(s, 128 + 28, 13, 4); }},
       {"layer 0: weights of kind 8", [](StoreFixture* s) { number(s, 128 + 52, 0, 4); }},
       {"layer 0: rows of 96 numbers in blocks of 256", [](StoreFixture* s) { number(s, 128 + 28, 9, 4); }},
       {"layer 0: rows of 72 bytes for 64 numbers", [](StoreFixture* s) { number(s, 128 + 20, 64, 4); }},
