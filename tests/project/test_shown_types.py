@@ -42,9 +42,6 @@ assert_type(torch_pi2.restore(mine), Mine)
 assert_type(torch_pi2.quantize_(mine, "int4"), Mine)
 stats = torch_pi2.profile(mine, "text", sparsity=0.5)
 torch_pi2.plan(mine, stats, torch_pi2.fit(mine, "text", stats=stats, seed=1), hot_frequency=0.2)
-torch_pi2.optimize(mine, metod="exact")  # type: ignore[call-arg]
-torch_pi2.optimize(mine, method=3)  # type: ignore[arg-type]
-torch_pi2.profile(mine, "text", tolerance="high")  # type: ignore[arg-type]
 torch_pi2.optimise(mine)  # type: ignore[attr-defined]
 assert_type(torch_pi2.generate(mine, "text").text, str)
 assert_type(torch_pi2.generate(mine, torch.tensor([[1]])).texts, list[str])
