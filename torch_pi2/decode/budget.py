@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +65,10 @@ def set_budget(model: nn.Module, budget: float | str) -> Budget:
     """
     store, parts = store_and_budget(model)
     total, plan = parse_bytes(budget), get_state(model).plan
-    made, place = parts, lambda gates: None
+    made = parts
     if any(layer.gate_decides for layer in plan.layers):
         with StoreReader(store.path) as reader:
             made = with_gates(replace(parts, total=total), reader, plan, model.config, store.config)
-        place = partial(place_gates, model, store.path, plan)
     made = made.with_total(total, store.path.parent.parent)
     if made.cache > store.opened_bytes:
         most = parts.smallest + parts.in_slots(store.opened_bytes)
@@ -81,9 +79,10 @@ def set_budget(model: nn.Module, budget: float | str) -> Budget:
             fix="Load the model with the largest budget that it is going to have.",
         )
     if made.gates < parts.gates:
-        place(made.gates)
+        place_gates(model, store.path, plan, made.gates)
     store.resize(made.cache)
-    place(made.gates)
+    if made.gates > parts.gates:
+        place_gates(model, store.path, plan, made.gates)
     store.budget, store.limited = made, True
     handle = ModelState.of(model)
     if handle is not None and handle.controller is not None:
