@@ -63,9 +63,7 @@ _LAYER_TOKENS = 8192
 _FIT_BYTES = 2 << 30
 
 
-def _search(
-    model: nn.Module, data: list[Batch] | None, stats: ActivationStats | None = None, needed: bool = True
-) -> Found:
+def _search(model: nn.Module, data: list | None, stats: ActivationStats | None = None, needed: bool = True) -> Found:
     """FFN sites of ``model`` and layers left dense; the first batch of ``data`` is the example if inputs cannot be
     guessed. ``stats``: sites are read up first or gate first as there. ``needed``: raise if there is no layer.
     """
@@ -83,12 +81,10 @@ def _search(
         matrices = {dtype_name(p.dtype): name for name, p in model.named_parameters() if p.dim() == 2}
         if len(matrices) < 2:
             raise
-        raise DtypeError(
-            f"dtypes of {type(model).__name__}, which does not run",
-            expected="one dtype for all matrices",
-            found=", ".join(f"{dtype} ({name})" for dtype, name in sorted(matrices.items())),
-            fix="Convert the model with model.to(torch.bfloat16) (or float32) first.",
-        ) from error
+        what, expected = f"dtypes of {type(model).__name__}, which does not run", "one dtype for all matrices"
+        several = ", ".join(f"{dtype} ({name})" for dtype, name in sorted(matrices.items()))
+        fix = "Convert the model with model.to(torch.bfloat16) (or float32) first."
+        raise DtypeError(what, expected=expected, found=several, fix=fix) from error
     return found if stats is None else _as_profiled(found, stats)
 
 
@@ -121,9 +117,7 @@ def profile(
         return _profile(model, kept, _search(model, kept).sites, config, progress)
 
 
-def _profile(
-    model: nn.Module, data: list[Batch], sites: list[FFNSite], config: Config, progress: bool
-) -> ActivationStats:
+def _profile(model: nn.Module, data: list, sites: list[FFNSite], config: Config, progress: bool) -> ActivationStats:
     settings: dict[str, Any] = {"batch_size": config.batch_size, "seq_len": config.seq_len, "progress": progress}
     dense = [site for site in sites if not exact_zeros(site.activation)]
     chosen = Thresholds()
@@ -168,12 +162,9 @@ def _as_profiled(found: Found, stats: ActivationStats) -> Found:
 def _read_as(site: FFNSite, stats: LayerStats) -> FFNSite:
     read = read_first(site, "up") if stats.up_first else site
     if read.up_first != stats.up_first:
-        raise StaleArtifactError(
-            f"statistics of {site.key}",
-            expected="statistics of its first matrix: it has no up, or zeros that tell what is skipped",
-            found="statistics of up, of another layer",
-            fix="Profile this model (torch_pi2.profile).",
-        )
+        what, found = f"statistics of {site.key}", "statistics of up, of another layer"
+        expected = "statistics of its first matrix: it has no up, or zeros that tell what is skipped"
+        raise StaleArtifactError(what, expected=expected, found=found, fix="Profile this model (torch_pi2.profile).")
     return read
 
 
@@ -273,13 +264,7 @@ def plan(
     return _plan(model, found, stats, predictors, chosen).bind(model)
 
 
-def _plan(
-    model: nn.Module,
-    found: Found,
-    stats: ActivationStats,
-    predictors: Mapping[str, AnyPredictor] | None,
-    config: Config,
-) -> Plan:
+def _plan(model: nn.Module, found: Found, stats: ActivationStats, predictors: Mapping | None, config: Config) -> Plan:
     check_all_known(predictors or {})
     if isinstance(predictors, FittedPredictors):
         predictors.check_hash(stats.model_hash)
@@ -364,21 +349,15 @@ def _plan_and_follow(model: nn.Module, hardware: Hardware, accelerator_memory: i
 
 
 def _optimize(
-    model: Model,
-    calibration: Any,
-    config: Config,
-    tokenizer: Any,
-    stats: ActivationStats | None,
-    predictors: Mapping[str, AnyPredictor] | None,
-    progress: bool,
+    model: Model, data: Any, config: Config, tokenizer: Any, stats: Any, predictors: Mapping | None, progress: bool
 ) -> None:
     load_library()
-    if calibration is None and stats is None:
+    if data is None and stats is None:
         _optimize_without_data(model, config, progress)
         return
     measured = config.method not in ("exact", "dense") or stats is not None or config.quantization != "rtn"
     least = MIN_TOKENS if measured else 1
-    data = None if calibration is None else calibration_batches(model, calibration, tokenizer, config, least)
+    data = None if data is None else calibration_batches(model, data, tokenizer, config, least)
     if data and not measured and 0 < sum(batch.n_tokens for batch in data) < MIN_TOKENS:
         log.warning("fewer than %d tokens tell nothing of how often neurons fire: their order is kept", MIN_TOKENS)
         _optimize_without_data(model, config, progress, data)

@@ -35,11 +35,7 @@ _OPTIONS = ("plan", "predictors")
 
 
 def backend(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    *,
-    options: Mapping[str, Any] | None = None,
-    mode: str | None = None,
+    gm: fx.GraphModule, example_inputs: Sequence, *, options: Mapping | None = None, mode: str | None = None
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph: sparse operators for FFNs and stacked experts, Inductor for everything else.
 

@@ -1,8 +1,7 @@
 """Number formats: the one table (``pi2::DType`` of the core) from which all lists of names are derived.
 
 Files and arguments call a format by its name. Operators say ``float`` for every format with a torch dtype, since the
-tensor has that (:mod:`torch_pi2.base.dtypes`). This module does not import torch, so that commands can list formats
-quickly.
+tensor has that (:mod:`torch_pi2.base.dtypes`). This module does not import torch, for quick commands.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ FLOAT = "float"
 class Format:
     """One way to store numbers: its ``name`` in files and arguments (for floats also torch's), ``code`` in stores and
     delegate blobs, and ``bits`` per number, without scales. ``least``, ``most``: range of the integers of a format for
-    quantising weights. ``block``, ``block_bytes``: numbers per ggml block, and its bytes with all scales; 0 for other
-    formats.
+    quantising weights. ``block``, ``block_bytes``: numbers per ggml block, and its bytes with scales; else 0.
     """
 
     name: str

@@ -34,11 +34,9 @@ def stands_for_another(tensor: torch.Tensor) -> str:
     kind = type(tensor.detach())
     if kind is torch.Tensor:
         return ""
-    return (
-        f"weights of class {kind.__name__}, quantised or spread by another library: give the float model, "
-        "which weights='int4' or 'int8' quantises, or import what transformers saves of torchao's: "
-        "torch_pi2.import_quantized(folder, other)"
-    )
+    how = "give the float model, which weights='int4' or 'int8' quantises, or import what torchao saved"
+    what = f"weights of class {kind.__name__}, quantised or spread by another library"
+    return f"{what}: {how}: torch_pi2.import_quantized(folder, other)"
 
 
 def check_on_cpu(what: str, device: torch.device) -> None:
@@ -56,9 +54,7 @@ def check_finite(what: str, tensor: torch.Tensor, most: float = math.inf, reason
     largest = max(-low, high)
     if not largest <= most or largest == math.inf:  # a NaN compares false
         broken = int((~torch.isfinite(tensor)).sum())
-        raise NonFiniteError(
-            f"values of {what}",
-            expected=f"finite numbers of at most {most:.6g}, {reason}" if reason else "finite numbers",
-            found=f"{broken} NaN or infinite of {tensor.numel()}" if broken else f"{largest:.6g}",
-            fix="Check the checkpoint; a sparse or quantised form of broken weights would hide the fault.",
-        )
+        expected = f"finite numbers of at most {most:.6g}, {reason}" if reason else "finite numbers"
+        found = f"{broken} NaN or infinite of {tensor.numel()}" if broken else f"{largest:.6g}"
+        fix = "Check the checkpoint; a sparse or quantised form of broken weights would hide the fault."
+        raise NonFiniteError(f"values of {what}", expected=expected, found=found, fix=fix)

@@ -5,8 +5,7 @@
 * :func:`from_json` reads a dataclass from parsed JSON by its annotations; :func:`to_json` is its inverse.
 * :func:`check_fields` and :func:`check` check callers' values against annotations.
 
-``limited`` gives a dataclass field a range or choices; ``Annotated[int, Limits(1)]`` does so in files for a field
-without default.
+``limited`` gives a dataclass field a range or choices; ``Annotated[int, Limits(1)]`` does so for files.
 """
 
 from __future__ import annotations

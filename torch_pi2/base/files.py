@@ -109,12 +109,9 @@ def _write_to(path: str | Path, pieces: Iterable[bytes]) -> None:
         with open(os.dup(1) if to_standard_output else path, "wb" if to_standard_output else "ab") as file:
             file.writelines(pieces)
     except OSError as error:
-        raise ArtifactError(
-            f"writing {'standard output' if str(path) == '-' else path}",
-            expected="a device or pipe that takes all of it",
-            found=f"{error.strerror or error}",
-            fix="Part of it may have been written; choose a file.",
-        ) from error
+        what = f"writing {'standard output' if str(path) == '-' else path}"
+        expected, fix = "a device or pipe that takes all of it", "Part of it may have been written; choose a file."
+        raise ArtifactError(what, expected=expected, found=f"{error.strerror or error}", fix=fix) from error
 
 
 def check_writable(path: Path, *, folder: bool = False) -> None:
@@ -135,20 +132,16 @@ def not_written(path: Path, error: OSError) -> ArtifactError:
         cached = cache_folder() in path.parents
     except ArtifactError:
         cached = False
-    return ArtifactError(
-        f"writing {path}",
-        expected="a folder that can be written",
-        found=f"{error.strerror or error}",
-        fix=f"{_FIX_CACHE[:-1] if cached else 'Choose another output folder'} or free some space; nothing was left "
-        "half-written.",
-    )
+    other = _FIX_CACHE[:-1] if cached else "Choose another output folder"
+    fix = f"{other} or free some space; nothing was left half-written."
+    expected, found = "a folder that can be written", f"{error.strerror or error}"
+    return ArtifactError(f"writing {path}", expected=expected, found=found, fix=fix)
 
 
 @contextmanager
 def claimed(target: Path, *, patience_s: float = 0.0) -> Iterator[Path]:
-    """A free path beside ``target`` for new content, to be renamed at the end, for one process at a time; removed if
-    the block raises. Raises ArtifactError: another process writes for longer than ``patience_s``. OSError: it cannot be
-    written.
+    """A free path beside ``target`` for new content, to be renamed at the end, else removed; for one process at a
+    time. Raises ArtifactError: another process writes for longer than ``patience_s``. OSError: it cannot be written.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     partial, old = (target.with_name(f".{target.name}.{end}") for end in ("partial", "old"))
@@ -330,9 +323,7 @@ def read_json(path: str | Path, format_name: str, *versions: int, checked: bool 
     return parse_json(read_bytes(path), path, format_name, *versions, checked=checked)
 
 
-def parse_json(
-    text: str | bytes, where: str | Path, format_name: str, *versions: int, checked: bool = True
-) -> dict[str, Any]:
+def parse_json(text: str | bytes, where: str | Path, fmt: str, *versions: int, checked: bool = True) -> dict[str, Any]:
     """The content of our JSON file ``where``, with ``format``, ``version`` and checksum checked; ``versions``:
     supported ones, the current one last. Files of earlier versions have no checksum, nor those edited by hand.
     ``checked=False``: the caller compares it.
@@ -342,8 +333,8 @@ def parse_json(
         data, found = {}, type(data).__name__
     else:
         found = " version ".join(shown(data.get(name)).strip("'") for name in ("format", "version"))
-    if data.get("format") != format_name or type(data.get("version")) is not int or data["version"] not in versions:
-        raise _of_another_version(where, format_name, versions[-1], found)
+    if data.get("format") != fmt or type(data.get("version")) is not int or data["version"] not in versions:
+        raise _of_another_version(where, fmt, versions[-1], found)
     said = difflib.get_close_matches("crc32c", data, 1)  # its name may be damaged, too
     if checked and said and data.pop(said[0]) != (crc := _crc_of(data)):
         expected = "content that has the checksum in its field crc32c"

@@ -42,10 +42,7 @@ def load_library() -> Path:
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
-        raise LibraryMissingError(
-            f"loading {path}",
-            expected="a library built for this machine and torch >= 2.10",
-            found=str(error.__cause__ or error),
-            fix="Build it again: 'make clean install' in a checkout.",
-        ) from error
+        what, expected = f"loading {path}", "a library built for this machine and torch >= 2.10"
+        fix = "Build it again: 'make clean install' in a checkout."
+        raise LibraryMissingError(what, expected=expected, found=str(error.__cause__ or error), fix=fix) from error
     return path

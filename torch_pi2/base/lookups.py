@@ -46,22 +46,18 @@ class Lookups:
     def check(self, key: str) -> None:
         """Raises ConfigError, about the layer ``key``, if something is another now."""
         if name := self.changed():
-            raise ConfigError(
-                f"{name}, which the code of {key} looks up",
-                expected="what it was when the model was optimised, as a sparse layer computes in place of that code",
-                found="another value",
-                fix="Set it back, or call torch_pi2.restore(model) and optimise the model as it is now.",
-            )
+            what = f"{name}, which the code of {key} looks up"
+            expected = "what it was when the model was optimised, as a sparse layer computes in place of that code"
+            fix = "Set it back, or call torch_pi2.restore(model) and optimise the model as it is now."
+            raise ConfigError(what, expected=expected, found="another value", fix=fix)
 
     def changed(self) -> str:
         """The name of something that is another now; empty: there is none."""
         for get, holder, name, value in self._notes:
             now = get(holder, name, _MISSING)
-            if (
-                now is not value
-                and now is not _GONE
-                and not (isinstance(value, _EQUAL) and type(now) is type(value) and now == value)
-            ):
+            if now is value or now is _GONE:
+                continue
+            if not (isinstance(value, _EQUAL) and type(now) is type(value) and now == value):
                 return str(name)
         for now, before in self._lists:
             if len(now) != len(before) or any(a is not b for a, b in zip(now, before)):

@@ -27,9 +27,8 @@ _libc = ctypes.CDLL(None)
 def new_tensor(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
     """Uninitialised memory on the CPU.
 
-    Large blocks are mapped from the system, aligned and advised for huge pages (an allocator's free blocks already have
-    small ones): streaming weights is about an eighth faster, gathering them a quarter. They are unmapped with the
-    tensor.
+    Large blocks are mapped from the system, aligned and advised for huge pages: streaming weights is about an eighth
+    faster, gathering them a quarter. They are unmapped with the tensor.
     """
     shape = tuple(shape)
     count = math.prod(shape)

@@ -42,10 +42,8 @@ def evaluating(*roots: nn.Module) -> Iterator[None]:
 def fresh_settings() -> Iterator[None]:
     """Torch settings of a new process in the block: default dtype, device, gradients, autocast, precision, and more."""
     dtype, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
-    deterministic, warns = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False), _on_cpu():
         try:
             torch.set_default_dtype(torch.float32)

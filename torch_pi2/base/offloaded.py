@@ -95,12 +95,8 @@ class OffloadedParameter(nn.Parameter):
 
 def _no_values(use: str, tree: Any) -> ConfigError:
     names = [leaf._pi2_name for leaf in tree_leaves(tree) if isinstance(leaf, OffloadedParameter)]
-    return ConfigError(
-        f"{use} of {names[0] if names else 'a parameter'}",
-        expected="a parameter with its values",
-        found="that of an optimised model, whose values are in a sparse layer",
-        fix=_FIX,
-    )
+    expected, found = "a parameter with its values", "that of an optimised model, whose values are in a sparse layer"
+    return ConfigError(f"{use} of {names[0] if names else 'a parameter'}", expected=expected, found=found, fix=_FIX)
 
 
 def _hollow(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
@@ -202,12 +198,8 @@ class GuardedModules(_Guarded):
 
 
 def _not_heeded(name: str) -> ConfigError:
-    return ConfigError(
-        f"assigning {name}",
-        expected="a model that is not optimised",
-        found="a layer that does not compute with it, and would not see it",
-        fix=_FIX,
-    )
+    found = "a layer that does not compute with it, and would not see it"
+    return ConfigError(f"assigning {name}", expected="a model that is not optimised", found=found, fix=_FIX)
 
 
 class _Method:
@@ -249,10 +241,9 @@ def apply_without_offloaded(module: nn.Module, fn: Any, recurse: bool = True) ->
 def _save_to_state_dict(module: Any, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
     """Save a twin that has the values, since other threads may run or save ``module`` meanwhile."""
     guarded, twin = module._parameters, object.__new__(type(module))
-    values = {
-        name: guarded.owner.dense_value(guarded.names[name]) if isinstance(p, OffloadedParameter) else p
-        for name, p in dict.items(guarded)
-    }
+    owner, names = guarded.owner, guarded.names
+    own = dict.items(guarded)
+    values = {n: owner.dense_value(names[n]) if isinstance(p, OffloadedParameter) else p for n, p in own}
     twin.__dict__ |= module.__dict__ | {"_parameters": values}
     type(module)._save_to_state_dict(twin, destination, prefix, False)
 
@@ -263,12 +254,9 @@ def _load_from_state_dict(module: Any, state_dict: Mapping[str, Any], prefix: st
         type(module)._load_from_state_dict(module, state_dict, prefix, *args)
         return
     if _SHARED in module.__dict__:
-        raise ConfigError(
-            f"other weights for {prefix.rstrip('.')}",
-            expected="a linear layer of one feed-forward layer",
-            found="one that several sparse layers have copies of",
-            fix="Call torch_pi2.restore(model) first.",
-        )
+        what = f"other weights for {prefix.rstrip('.')}"
+        expected, found = "a linear layer of one feed-forward layer", "one that several sparse layers have copies of"
+        raise ConfigError(what, expected=expected, found=found, fix="Call torch_pi2.restore(model) first.")
     guarded.owner.check_float(f"other weights for {prefix.rstrip('.')}")
     freed = [name for name, p in dict.items(guarded) if isinstance(p, OffloadedParameter)]
     take_back(module)

@@ -33,25 +33,10 @@ from torch_pi2.base.reading import PIECE, ROOM_BYTES, OpenFile, parse
 from torch_pi2.errors import ArtifactError
 
 #: Names of dtypes in safetensors headers.
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-    "C64": torch.complex64,
-}
+_DTYPES = """F64 float64, F32 float32, F16 float16, BF16 bfloat16, I64 int64, I32 int32, I16 int16, I8 int8, U8 uint8,
+    BOOL bool, F8_E4M3 float8_e4m3fn, F8_E5M2 float8_e5m2, F8_E8M0 float8_e8m0fnu, U16 uint16, U32 uint32, U64 uint64,
+    C64 complex64"""
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, own) for name, own in map(str.split, _DTYPES.split(","))}
 #: Dtypes of the library that are not read.
 _OTHERS = ("F4", "F6_E2M3", "F6_E3M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -119,15 +104,11 @@ def _with_checks(metadata: Mapping[str, str], checks: Mapping[str, str]) -> dict
 
 def _checks_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Checksums of contiguous tensors by name."""
-    return {
-        name: tensor_check(name, Spec.of(tensor), [block_checks(tensor.reshape(-1).view(torch.uint8))])
-        for name, tensor in tensors.items()
-    }
+    blocks = {name: [block_checks(tensor.reshape(-1).view(torch.uint8))] for name, tensor in tensors.items()}
+    return {name: tensor_check(name, Spec.of(tensor), blocks[name]) for name, tensor in tensors.items()}
 
 
-def _header(
-    specs: Mapping[str, Spec], order: Iterable[str], metadata: Mapping[str, str], checks: Mapping[str, str]
-) -> dict[str, Any]:
+def _header(specs: Mapping[str, Spec], order: Iterable[str], metadata: Mapping, checks: Mapping) -> dict[str, Any]:
     """The header of a file of ``specs`` in ``order``, with ``checks`` of tensors and one of the metadata."""
     header: dict[str, Any] = {"__metadata__": _with_checks(metadata, checks)}
     end = 0
@@ -154,8 +135,7 @@ def packed(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> 
 
 
 class TensorWriter:
-    """Writes one safetensors file, used as a context manager; ``path`` appears when the block ends without an
-    exception.
+    """Writes one safetensors file, a context manager; ``path`` appears when the block ends without an error.
 
     Args:
         specs: all tensors of the file. metadata: strings by name. order: names in file order (default:

@@ -29,10 +29,9 @@ def write_card(folder: Path, verdict: Verdict, source: str | Path, run: str) -> 
 
 
 def write_part(folder: Path, part: str, source: str | Path, library: str = "torch_pi2", title: str = "") -> Path:
-    """Write or update our ``part`` (:func:`section`) of the card in ``folder``; the rest of the card is kept byte by
-    byte. A new card also gets ``title`` and metadata for the Hub: ``library`` opens the folder; ``source`` is the
-    model's origin, a folder, whose card gives licence and base model, or a name on the Hub. Raises ArtifactError: it
-    cannot be written.
+    """Write or update our ``part`` (:func:`section`) of the card in ``folder``; the rest is kept. A new card also gets
+    ``title`` and metadata for the Hub: ``library`` opens the folder; ``source`` is the model's origin, a folder, whose
+    card gives licence and base model, or a name on the Hub. Raises ArtifactError: it cannot be written.
     """
     path, ours = folder / CARD_FILE, f"{BEGIN}\n{part}\n{END}".encode()
     before = path.read_bytes() if path.is_file() else b""

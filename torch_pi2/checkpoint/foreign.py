@@ -154,13 +154,9 @@ def _compressed_format(folder: Path, settings: Mapping[str, Any]) -> Format:
     if len(bits) != 1:
         raise refuse(folder, "matrices of as many bits everywhere", " and ".join(map(str, sorted(bits))) or "none")
     sizes = {_group_of(one, "group_size") for one in weights}
-    return Format(
-        "compressed-tensors",
-        bits.pop(),
-        sizes.pop() if len(sizes) == 1 else 0,
-        reordered=any(one.get("actorder") in ("group", "dynamic", True) for one in weights),
-        shifted=all(one.get("symmetric") is False for one in weights),
-    )
+    reordered = any(one.get("actorder") in ("group", "dynamic", True) for one in weights)
+    group, shifted = sizes.pop() if len(sizes) == 1 else 0, all(one.get("symmetric") is False for one in weights)
+    return Format("compressed-tensors", bits.pop(), group, reordered=reordered, shifted=shifted)
 
 
 #: Order of the eight 4-bit numbers in an int32 of AWQ.
@@ -337,9 +333,7 @@ class QuantizedCheckpoint(Checkpoint):
         """A matrix of integers. Raises ArtifactError: another dtype, such as floats that were never packed."""
         found = self._raw(name)
         if found.dtype != dtype or found.dim() != 2:
-            raise self._wrong(
-                name, f"a matrix of {dtype_name(dtype)}", f"{dtype_name(found.dtype)} {list(found.shape)}"
-            )
+            raise self._wrong(name, f"a matrix of {dtype_name(dtype)}", str(Spec.of(found)))
         return found
 
     def _wrong(self, name: str, expected: str, found: str) -> ArtifactError:
@@ -354,13 +348,9 @@ class QuantizedCheckpoint(Checkpoint):
         return self._made(base, q_NK, _transposed(self._raw(f"{base}.scales")), z_NG + less, f"{base}.g_idx")
 
     def _awq(self, base: str) -> _Integers:
-        q_NK, z_NG = (
-            _unpacked(self._matrix(f"{base}.{part}", torch.int32), 4, 1)
-            .unflatten(1, (-1, 8))[..., list(_AWQ_ORDER)]
-            .flatten(1)
-            .T
-            for part in ("qweight", "qzeros")
-        )
+        parts = (self._matrix(f"{base}.{part}", torch.int32) for part in ("qweight", "qzeros"))
+        eights = (_unpacked(part, 4, 1).unflatten(1, (-1, 8)) for part in parts)
+        q_NK, z_NG = (eight[..., list(_AWQ_ORDER)].flatten(1).T for eight in eights)
         return self._made(base, q_NK, _transposed(self._raw(f"{base}.scales")), z_NG)
 
     def _compressed(self, base: str) -> _Integers:
@@ -384,12 +374,11 @@ class QuantizedCheckpoint(Checkpoint):
         where, expected = f"{base}.weight in the header of {self.folder}", "metadata of torchao's tensors"
         kind = parse(text, where, expected=expected, fix=_DAMAGED)
         if not isinstance(kind, dict) or kind.get("_type") not in _TORCHAO_CLASSES:
+            other, kinds = shown(kind.get("_type") if isinstance(kind, dict) else kind), " or ".join(_TORCHAO_CLASSES)
+            how = "torch_pi2.quantize, or torchao's Int8WeightOnlyConfig or IntxWeightOnlyConfig"
+            fix = f"Quantise the float model: {how}; other packings are for kernels of one device."
             raise UnsupportedModelError(
-                f"{base} of {self.folder}",
-                expected=f"a matrix of {' or '.join(_TORCHAO_CLASSES)}",
-                found=shown(kind.get("_type") if isinstance(kind, dict) else kind),
-                fix="Quantise the float model: torch_pi2.quantize, or torchao's Int8WeightOnlyConfig or "
-                "IntxWeightOnlyConfig; other packings are for kernels of one device.",
+                f"{base} of {self.folder}", expected=f"a matrix of {kinds}", found=other, fix=fix
             )
         n_NK = self._matrix(f"{base}._weight_qdata", torch.int8).to(torch.int16)
         scale_NG, zero = _by_row(self._raw(f"{base}._weight_scale"), len(n_NK)), f"{base}._weight_zero_point"
@@ -427,10 +416,8 @@ class QuantizedCheckpoint(Checkpoint):
         given = self._raw(order).long() if order in self else None
         neighbours = given is not None and torch.equal(given, torch.arange(columns) // group)
         if not neighbours and (given is not None or self._format.reordered):
-            raise UnsupportedModelError(
-                f"{base} of {self.folder}",
-                expected="groups of neighbouring columns (desc_act false, actorder weight or none)",
-                found="columns in another order" if given is not None else f"columns in an order that no {order} says",
-                fix="Take a checkpoint without act-order, or the float one.",
-            )
+            expected = "groups of neighbouring columns (desc_act false, actorder weight or none)"
+            found = "columns in another order" if given is not None else f"columns in an order that no {order} says"
+            fix = "Take a checkpoint without act-order, or the float one."
+            raise UnsupportedModelError(f"{base} of {self.folder}", expected=expected, found=found, fix=fix)
         return _Integers(q_NK.contiguous(), scale_NG.contiguous())

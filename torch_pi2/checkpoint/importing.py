@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -115,25 +115,20 @@ def write_imported(
     found = _found(empty, neurons) if neurons != "auto" or checkpoint.zeros else Found([], {})  # a search takes seconds
     plan, stored = new_plan(found), Stored(built, checkpoint)
     strategies, dense = stored.place_layers(plan, needed=False)
-    linears = {
-        name: module.in_features
-        for name, module in other_linears(empty, plan, strategies).items()
-        if any(_is_packed(checkpoint, other) for other in stored.alias.get(f"{name}.weight", ()))
-    }
-    embeddings = {
-        name: module.embedding_dim
-        for name, module in empty.named_modules()
-        if isinstance(module, nn.Embedding) and can_stand_for(module) and _is_packed(checkpoint, f"{name}.weight")
-    }
-    writer = _Importer(stored, checkpoint, plan, strategies, linears, embeddings, neurons, activations == "int8")
+    linears, embeddings = dict[str, int](), dict[str, int]()
+    for name, linear in other_linears(empty, plan, strategies).items():
+        if any(_is_packed(checkpoint, other) for other in stored.alias.get(f"{name}.weight", ())):
+            linears[name] = linear.in_features
+    for name, module in empty.named_modules():
+        if isinstance(module, nn.Embedding) and can_stand_for(module) and _is_packed(checkpoint, f"{name}.weight"):
+            embeddings[name] = module.embedding_dim
+    writer = _Importer(stored, plan, strategies, linears, embeddings, neurons, activations == "int8")
     made, found_hash = writer.write(folder / PI2_FOLDER, progress)
     if unused := checkpoint.unused():
-        raise UnsupportedModelError(
-            str(checkpoint.folder),
-            expected=f"the tensors of a {checkpoint.about} model",
-            found=unused[0] + (f" and {len(unused) - 1} others as well" if len(unused) > 1 else " as well"),
-            fix="Load the model's original checkpoint with transformers, and optimise that.",
-        )
+        expected = f"the tensors of a {checkpoint.about} model"
+        more = unused[0] + (f" and {len(unused) - 1} others as well" if len(unused) > 1 else " as well")
+        fix = "Load the model's original checkpoint with transformers, and optimise that."
+        raise UnsupportedModelError(str(checkpoint.folder), expected=expected, found=more, fix=fix)
     plan = bound_plan(plan, strategies, dense, found_hash)
     if activations != "float" and (linears or embeddings or plan.layers):
         plan.made_by["activations"] = activations
@@ -165,17 +160,9 @@ class _Importer(Quantizer):
     """
 
     def __init__(
-        self,
-        stored: Stored,
-        checkpoint: PackedSource,
-        plan: Plan,
-        strategies: dict[str, str],
-        linears: dict[str, int],
-        embeddings: dict[str, int],
-        neurons: str,
-        int8_activations: bool,
+        self, stored: Stored, plan: Plan, strategies: dict, linears: dict, embeddings: dict, neurons: str, int8: bool
     ) -> None:
-        self._packed = checkpoint
+        self._packed = checkpoint = cast(PackedSource, stored.checkpoint)
         self.kept: Counter[str] = Counter()
         self.rounded: dict[str, str] = {}
         formats: dict[str, str] = {}
@@ -193,7 +180,7 @@ class _Importer(Quantizer):
                 formats[name] = packed.format
         for name, columns in linears.items():
             rows = checkpoint.spec(self._stored(f"{name}.weight")).shape[0]
-            if wants_blocks(formats.get(name, self._kind), rows, columns, int8_activations):
+            if wants_blocks(formats.get(name, self._kind), rows, columns, int8):
                 self._in_blocks.append(name)
         self._tied = [name for name in self._in_blocks if name not in self._in_rows]
 
@@ -224,9 +211,8 @@ class _Importer(Quantizer):
 
     def _bits(self) -> float:
         """Bits per weight of feed-forward layers in the checkpoint; 0 if it has none."""
-        names = [
-            self._name_of(layer.site, ref, role) for layer in self._layers for role, ref in layer.site.refs.items()
-        ]
+        sites = [layer.site for layer in self._layers]
+        names = [self._name_of(site, ref, role) for site in sites for role, ref in site.refs.items()]
         packed = [self._packed.packed(name) for name in names]
         return sum(16.0 if one is None else one.bits for one in packed) / max(1, len(packed))
 
@@ -253,9 +239,7 @@ class _Importer(Quantizer):
         self._count(name, stored, packed.format, packed.kept)
         return error.relative
 
-    def _as_stored(
-        self, site: FFNSite, ref: LinearRef, role: str, neurons: torch.Tensor, kind: str
-    ) -> torch.Tensor | None:
+    def _as_stored(self, site: FFNSite, ref: LinearRef, role: str, neurons: torch.Tensor, kind: str) -> Any:
         stored, first = self._name_of(site, ref, role), int(neurons[0])
         rows_lie = (role != "down" or self._packed.by_neuron) and (not ref.transposed or ref.expert is not None)
         packed = self._packed.packed(stored)

@@ -97,14 +97,8 @@ def load_offloaded(folder: Path, plan: Plan, predictors: dict[str, Any], setting
     if together is not None:
         together.connect(model)
     # without predictors: the layers hold them
-    made = SparseState(
-        here,
-        FittedPredictors(),
-        None,
-        weights=weights_of(model),
-        store=store,
-        group=None if together is None else together.group,
-    )
+    group = None if together is None else together.group
+    made = SparseState(here, FittedPredictors(), None, weights=weights_of(model), store=store, group=group)
     made.attach(model)
     return model
 
@@ -130,17 +124,10 @@ class _OverStore:
         """See :data:`torch_pi2.checkpoint.sparse.MakeLayer`."""
         key = layer.site.key
         tensors, threshold = predictor_tensors(self.predictors.pop(key, None))
-        made = (OffloadedFFN if self.dividing is None else ShardedFFN).over(
-            self.store,
-            self.index_of[key],
-            layer.site,
-            layer,
-            weights.operand_of(key),
-            lowrank=tensors,
-            threshold=threshold,
-            int8_activations=self.int8_activations,
-            dtype=DTYPES.get(weights.kind, kind),
-        )
+        where, operand = (self.store, self.index_of[key], layer.site, layer), weights.operand_of(key)
+        how: Any = {"int8_activations": self.int8_activations, "dtype": DTYPES.get(weights.kind, kind)}
+        made_by = OffloadedFFN if self.dividing is None else ShardedFFN
+        made = made_by.over(*where, operand, lowrank=tensors, threshold=threshold, **how)
         if self.dividing is not None and isinstance(made, ShardedFFN):
             made.share = self.dividing.share(key)
         return made

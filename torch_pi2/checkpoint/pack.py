@@ -119,12 +119,8 @@ def pack(
         raise ConfigError("pack(cluster=...)", expected=expected, found=repr(cluster), fix="Leave it out.")
     check_choice("pack(by=...)", by, BY, "Choose one.")
     if ranks == 1 and (shares is not None or by != BY[0]):
-        raise ConfigError(
-            "pack(shares=...)" if shares is not None else f"pack(by={by!r})",
-            expected="ranks with it, more than 1",
-            found="one machine",
-            fix="Pass ranks, or leave it out.",
-        )
+        what, found = "pack(shares=...)" if shares is not None else f"pack(by={by!r})", "one machine"
+        raise ConfigError(what, expected="ranks with it, more than 1", found=found, fix="Pass ranks, or leave it out.")
     if ranks != 1:
         check_ranks(ranks, shares)
     check_separate("pack", source, folder)
@@ -185,9 +181,8 @@ class _Packer:
             if out.file_bytes > (free := shutil.disk_usage(folder).free):
                 expected = f"as many bytes of free space for {folder}"
                 fix = "Choose another output folder or free some space; nothing was left half-written."
-                raise ArtifactError(
-                    f"writing {STORE_FILE} of {out.file_bytes} bytes", expected=expected, found=f"{free}", fix=fix
-                )
+                what = f"writing {STORE_FILE} of {out.file_bytes} bytes"
+                raise ArtifactError(what, expected=expected, found=f"{free}", fix=fix)
             superblock = store.superblock(out)
             with out:
                 store.write(out, superblock)
@@ -226,24 +221,20 @@ class _Packer:
         sites = {"sites": json.dumps({layer.site.key: self.reader.strategy(layer.site.key) for layer in here.layers})}
         # a shard and a bundle keep no gates in memory
         gates = shard is None and any(layer.gate_decides for layer in self.plan.layers)
-        return StoreAssembly(
-            self.plan,
-            layers,
-            [parts, weights],
-            lambda name: beside if name in beside.specs else reader,
-            reader.metadata | sites,
-            _provenance(self.whole, self.reader),
-            cluster=self.cluster or (1 if gates else None),
-            shard=shard,
-        )
+
+        def file_of(name: str) -> Any:
+            return beside if name in beside.specs else reader
+
+        origin, cluster = _provenance(self.whole, self.reader), self.cluster or (1 if gates else None)
+        about = reader.metadata | sites
+        return StoreAssembly(self.plan, layers, [parts, weights], file_of, about, origin, cluster=cluster, shard=shard)
 
 
 def _layer(layer: LayerPlan, reader: Any) -> StoreLayer:
     site = layer.site
     reader.read_neurons(site, (0, 0))  # raises if the layer is missing
-    return StoreLayer(
-        site, hot_neurons(layer), reader.format_of(site.key), lambda *rows: reader.read_neurons(site, rows)
-    )
+    kind = reader.format_of(site.key)
+    return StoreLayer(site, hot_neurons(layer), kind, lambda *rows: reader.read_neurons(site, rows))
 
 
 def _provenance(source: Path, reader: QuantizedWeights) -> str:

@@ -140,8 +140,7 @@ def convert(
     trust_remote_code: bool = False,
     progress: bool = False,
 ) -> QuantizeReport:
-    """Write ``folder`` from the float checkpoint ``source``, with neurons in format ``weights``. Raises as
-    :func:`quantize`.
+    """Write ``folder`` from the float checkpoint ``source``, neurons in format ``weights``. Raises as :func:`quantize`.
 
     Args:
         weights: ``int4`` or ``int8``, for neurons and other linear layers; or, for neurons alone, a name in ``FLOATS``,
@@ -205,22 +204,15 @@ def copy_small_files(source: Path, folder: Path) -> None:
 def _check(source: Path, folder: Path, weights: str, quantization: str, calibration: Any) -> None:
     check_choice("quantize(weights=...)", weights, QUANTIZED, "Choose one of these.")
     if quantization not in ("rtn", "gptq"):
-        raise ConfigError(
-            "quantize(quantization=...)",
-            expected="rtn or gptq",
-            found=repr(quantization),
-            fix="Weighted errors need the running model and text: torch_pi2.optimize(model, text, "
-            "weights=..., quantization='weighted') and save, or torch-pi2 optimize with these options.",
-        )
+        how = "torch_pi2.optimize(model, text, weights=..., quantization='weighted') and save"
+        fix = f"Weighted errors need the running model and text: {how}, or torch-pi2 optimize with these options."
+        what, found = "quantize(quantization=...)", repr(quantization)
+        raise ConfigError(what, expected="rtn or gptq", found=found, fix=fix)
     if (quantization == "gptq") != (calibration is not None):
-        raise CalibrationError(
-            f"quantize(quantization='{quantization}')",
-            expected="no calibration data, which rounding to nearest does not look at"
-            if quantization == "rtn"
-            else "calibration data",
-            found="some" if quantization == "rtn" else "none",
-            fix="Pass both calibration=... and quantization='gptq', or neither.",
-        )
+        none, rounds = "no calibration data, which rounding to nearest does not look at", quantization == "rtn"
+        expected, found = (none, "some") if rounds else ("calibration data", "none")
+        what, fix = f"quantize(quantization='{quantization}')", "Pass both calibration=... and 'gptq', or neither."
+        raise CalibrationError(what, expected=expected, found=found, fix=fix)
     check_separate("quantize", source, folder)
 
 

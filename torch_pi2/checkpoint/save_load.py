@@ -77,32 +77,24 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
     """
     stored = [home for home in homes(model) if not home.in_memory]
     if stored:
-        raise ConfigError(
-            f"saving a {type(model).__name__} over a neuron store",
-            expected="a model in memory",
-            found=f"{len(stored)} layers whose weights are in a file already",
-            fix="Copy the store's folder, or load the whole model without a budget.",
-        )
+        what = f"saving a {type(model).__name__} over a neuron store"
+        found = f"{len(stored)} layers whose weights are in a file already"
+        fix = "Copy the store's folder, or load the whole model without a budget."
+        raise ConfigError(what, expected="a model in memory", found=found, fix=fix)
     parts, folder = current_state(model), Path(folder).resolve()
     check_replaceable(folder)
     source = getattr(model, "name_or_path", "")
     if Path(source).resolve() != folder:  # a result may replace its own source folder
         check_separate("save", source, folder)
     if adapters := [name for name, module in model.named_modules() if type(module).__module__.startswith("peft.")]:
-        raise ConfigError(
-            f"saving a {type(model).__name__}",
-            expected="a model that can be built from its configuration",
-            found=f"adapters in it ({adapters[0] or 'the model itself'})",
-            fix="model = model.merge_and_unload() first.",
-        )
+        what, expected = f"saving a {type(model).__name__}", "a model that can be built from its configuration"
+        found = f"adapters in it ({adapters[0] or 'the model itself'})"
+        raise ConfigError(what, expected=expected, found=found, fix="model = model.merge_and_unload() first.")
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, OffloadedParameter) and (reason := stands_for_another(parameter)):
-            raise UnsupportedModelError(
-                f"saving a {type(model).__name__}",
-                expected="floats, and what torch_pi2 has quantised",
-                found=f"{name}, {reason.partition(':')[0]}",
-                fix="Optimise the float model; torch_pi2.optimize(weights='int8') quantises its linear layers.",
-            )
+            what, expected = f"saving a {type(model).__name__}", "floats, and what torch_pi2 has quantised"
+            fix = "Optimise the float model; torch_pi2.optimize(weights='int8') quantises its linear layers."
+            raise UnsupportedModelError(what, expected=expected, found=f"{name}, {reason.partition(':')[0]}", fix=fix)
     quantised = weights_of(model) != "float"
     with replacing_folder(folder) as staging:
         keep_card(folder, staging)
@@ -162,12 +154,10 @@ def current_state(model: nn.Module) -> SparseState:
         host = modules.get(site.down.weight.rpartition(".")[0])
         home = None if host is None else host._modules.get(NAME)
         if getattr(getattr(home, "site", None), "down", None) != site.down:
-            raise ConfigError(
-                f"saving {type(model).__name__}",
-                expected="the sparse layers of its plan, each in its place",
-                found=f"another or none at {site.key}: layers were exchanged, taken out or replaced since",
-                fix="Put it back; or call torch_pi2.restore(model) and optimize it again.",
-            )
+            what, expected = f"saving {type(model).__name__}", "the sparse layers of its plan, each in its place"
+            other = f"another or none at {site.key}: layers were exchanged, taken out or replaced since"
+            fix = "Put it back; or call torch_pi2.restore(model) and optimize it again."
+            raise ConfigError(what, expected=expected, found=other, fix=fix)
     if weights_of(model) != "float":
         return parts  # quantised rows cannot change; the hash is that of the float weights
     values = {name: value for home in homes(model) for name, value in home.dense_values().items()}
@@ -177,12 +167,10 @@ def current_state(model: nn.Module) -> SparseState:
         return parts
     fitted = sorted({layer.method for layer in parts.plan.layers} & {*LOSSY})
     if fitted:
-        raise StaleArtifactError(
-            f"plan with {' and '.join(fitted)} layers",
-            expected=f"the FFN weights it was fitted to ({parts.plan.model_hash[:12]})",
-            found=f"others ({found[:12]}): the model was converted or loaded anew since",
-            fix="Call torch_pi2.restore(model) and optimize it again.",
-        )
+        what, expected = f"plan with {' and '.join(fitted)} layers", "the FFN weights it was fitted to"
+        expected, others = f"{expected} ({parts.plan.model_hash[:12]})", "the model was converted or loaded anew since"
+        fix = "Call torch_pi2.restore(model) and optimize it again."
+        raise StaleArtifactError(what, expected=expected, found=f"others ({found[:12]}): {others}", fix=fix)
     return SparseState(replace(parts.plan, model_hash=found), FittedPredictors(), None)
 
 
@@ -268,14 +256,10 @@ def _check_ours(folder: Path) -> None:
     if (folder / PI2_FOLDER).exists() or not (folder / "config.json").is_file():
         return
     by = quantised_by(read_config(folder))
-    raise ArtifactError(
-        str(folder),
-        expected=expected,
-        found=f"a checkpoint that {shown(by)} has quantised" if by else "a checkpoint without one",
-        fix="Import it: torch_pi2.import_quantized(folder, other)."
-        if by
-        else "Make one: torch_pi2.quantize(folder, other), or load it with transformers and torch_pi2.optimize it.",
-    )
+    found = f"a checkpoint that {shown(by)} has quantised" if by else "a checkpoint without one"
+    fix = "Make one: torch_pi2.quantize(folder, other), or load it with transformers and torch_pi2.optimize it."
+    fix = "Import it: torch_pi2.import_quantized(folder, other)." if by else fix
+    raise ArtifactError(str(folder), expected=expected, found=found, fix=fix)
 
 
 def read_model(folder: Path, settings: LoadSettings) -> nn.Module:
@@ -401,12 +385,10 @@ def pretrained(kind: Any, folder: str | Path, **how: Any) -> nn.Module:
     with verifying(Path(folder)):
         model, loading = kind.from_pretrained(folder, **how, output_loading_info=True)
     if missing := sorted(loading["missing_keys"]):
-        raise ArtifactError(
-            f"loading {folder}",
-            expected=f"tensors of every parameter of {type(model).__name__}",
-            found=f"no {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else ""),
-            fix="Save the model again, or load it with its own class and pass it as model=...",
-        )
+        expected = f"tensors of every parameter of {type(model).__name__}"
+        found = f"no {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+        fix = "Save the model again, or load it with its own class and pass it as model=..."
+        raise ArtifactError(f"loading {folder}", expected=expected, found=found, fix=fix)
     if not type(model).__module__.startswith("transformers.models."):
         # buffers that no checkpoint has: transformers 5 computes those of its own classes only
         built = skeleton(folder, config=model.config, trust_remote_code=how["trust_remote_code"])
@@ -424,22 +406,14 @@ def _from_pretrained(folder: Path, settings: LoadSettings) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     try:
-        return pretrained(
-            named_class(config) or AutoModelForCausalLM,
-            folder,
-            config=config,
-            trust_remote_code=trusted(folder, trust),
-            dtype=settings.dtype or "auto",
-            local_files_only=True,
-        )
+        kind = named_class(config) or AutoModelForCausalLM
+        how: Any = {"trust_remote_code": trusted(folder, trust), "dtype": settings.dtype or "auto"}
+        return pretrained(kind, folder, config=config, local_files_only=True, **how)
     except (MemoryError, Pi2Error):
         raise
     except Exception as error:  # model classes raise anything
         of_file = isinstance(error, (OSError, SafetensorError)) and "trust_remote_code" not in str(error)
         copy = "Copy its weights (*.safetensors) again from where they were made."
-        raise ArtifactError(
-            f"loading {folder}",
-            expected="a model that transformers can build",
-            found=f"{type(error).__name__}: {' '.join(str(error).split())[:300].rstrip('.')}",
-            fix=f"{copy if of_file else how_to_trust(folder)} Or pass model=... to load into.",
-        ) from error
+        what, found = f"loading {folder}", f"{type(error).__name__}: {' '.join(str(error).split())[:300].rstrip('.')}"
+        fix = f"{copy if of_file else how_to_trust(folder)} Or pass model=... to load into."
+        raise ArtifactError(what, expected="a model that transformers can build", found=found, fix=fix) from error

@@ -85,45 +85,28 @@ class LoadSettings:
         in_floats, has_store = path is None, path is not None and path.name == STORE_FILE
         of_budget = {"offload": self.offload, "context": self.context}
         given = ", ".join(f"{name}=..." for name, value in of_budget.items() if value is not None)
-        for wrong, setting, expected, found, fix in (
-            (
-                given and self.budget is None and not is_shard,
-                given,
-                "a budget with it",
-                "none: all weights would be in memory",
-                "Pass budget=..., for instance '2.5GiB'.",
-            ),
-            (
-                self.group is not None and not is_shard,
-                "group=...",
-                "a shard",
-                "a whole model, which each process computes alone",
-                "Make shards (torch-pi2 pack --ranks N), or leave --reduction and --timeout out.",
-            ),
-            (
-                self.budget is not None and not has_store,
-                "budget=...",
-                f"a folder with a neuron store (pi2/{STORE_FILE})",
-                "float weights" if in_floats else "weights that are read whole",
-                "Make one with torch_pi2.pack(folder, out), which changes no number.",
-            ),
-            (
-                self.model is not None and not in_floats,
-                "model=...",
-                "no model: a quantised one is built from its configuration",
-                f"a {type(self.model).__name__}",
-                "Leave model out, or use load_dense for the float weights.",
-            ),
-            (
-                self.activations not in (None, "float", *(() if in_floats else ACTIVATIONS)),
-                "activations=...",
-                "float, as the weights are float" if in_floats else " or ".join(ACTIVATIONS),
-                repr(self.activations),
-                "Correct it, or quantise the folder first (torch_pi2.quantize).",
-            ),
-        ):
-            if wrong:
+
+        def check(good: bool, setting: str, expected: str, found: str, fix: str) -> None:
+            if not good:
                 raise ConfigError(f"load({folder}, {setting})", expected=expected, found=found, fix=fix)
+
+        fix = "Pass budget=..., for instance '2.5GiB'."
+        good = not given or self.budget is not None or is_shard
+        check(good, given, "a budget with it", "none: all weights would be in memory", fix)
+        fix = "Make shards (torch-pi2 pack --ranks N), or leave --reduction and --timeout out."
+        good = self.group is None or is_shard
+        check(good, "group=...", "a shard", "a whole model, which each process computes alone", fix)
+        fix = "Make one with torch_pi2.pack(folder, out), which changes no number."
+        found = "float weights" if in_floats else "weights that are read whole"
+        good = self.budget is None or has_store
+        check(good, "budget=...", f"a folder with a neuron store (pi2/{STORE_FILE})", found, fix)
+        fix, found = "Leave model out, or use load_dense for the float weights.", f"a {type(self.model).__name__}"
+        expected = "no model: a quantised one is built from its configuration"
+        check(self.model is None or in_floats, "model=...", expected, found, fix)
+        fix = "Correct it, or quantise the folder first (torch_pi2.quantize)."
+        expected = "float, as the weights are float" if in_floats else " or ".join(ACTIVATIONS)
+        good = self.activations in (None, "float", *(() if in_floats else ACTIVATIONS))
+        check(good, "activations=...", expected, repr(self.activations), fix)
 
 
 def weights_of(model: nn.Module) -> str:
@@ -149,12 +132,10 @@ def save_weights(model: nn.Module, plan: Plan, folder: Path) -> Plan:
     of the others. Raises UnsupportedModelError: not a Hugging Face model, or no other layers.
     """
     if not hasattr(model, "save_pretrained"):
-        raise UnsupportedModelError(
-            f"saving a quantised {type(model).__name__}",
-            expected="a Hugging Face model, which can be built from its configuration",
-            found="another module",
-            fix="Save the float model, and quantise it again after loading.",
-        )
+        what = f"saving a quantised {type(model).__name__}"
+        expected = "a Hugging Face model, which can be built from its configuration"
+        fix = "Save the float model, and quantise it again after loading."
+        raise UnsupportedModelError(what, expected=expected, found="another module", fix=fix)
     kind = _kind_of_file(model)
     linears = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear)}
     embeddings = {name: m for name, m in model.named_modules() if isinstance(m, QuantEmbedding)}
@@ -174,12 +155,10 @@ def save_weights(model: nn.Module, plan: Plan, folder: Path) -> Plan:
             strategies[layer.site.key] = way
             layers.append(layer)
     if dense and not strategies:
-        raise UnsupportedModelError(
-            f"saving a quantised {type(model).__name__}",
-            expected="modules that compute a feed-forward layer, or chains of modules",
-            found=named(dense),
-            fix="Move the FFN into a module of its own, or save the float model.",
-        )
+        what = f"saving a quantised {type(model).__name__}"
+        expected = "modules that compute a feed-forward layer, or chains of modules"
+        fix = "Move the FFN into a module of its own, or save the float model."
+        raise UnsupportedModelError(what, expected=expected, found=named(dense), fix=fix)
     if dense:
         log.warning("left dense in the folder, as floats: %s", named(dense))
     for layer in layers:
@@ -188,15 +167,11 @@ def save_weights(model: nn.Module, plan: Plan, folder: Path) -> Plan:
         biases = {name: getattr(layer, name) for name in _BIASES}
         tensors |= {f"{layer.site.key}.{name}": bias for name, bias in biases.items() if bias is not None}
     tensors |= _floats(model)
-    about = metadata(
-        kind,
-        plan.model_hash,
-        {name: m.in_features for name, m in linears.items()},
-        strategies,
-        formats={name: m.weights for name, m in (linears | embeddings).items() if m.weights != kind}
-        | {layer.site.key: layer.weights for layer in layers if layer.weights not in (FLOAT, kind)},
-        embeddings={name: m.embedding_dim for name, m in embeddings.items()},
-    )
+    columns = {name: m.in_features for name, m in linears.items()}
+    formats = {name: m.weights for name, m in (linears | embeddings).items() if m.weights != kind}
+    formats |= {layer.site.key: layer.weights for layer in layers if layer.weights not in (FLOAT, kind)}
+    widths = {name: m.embedding_dim for name, m in embeddings.items()}
+    about = metadata(kind, plan.model_hash, columns, strategies, formats=formats, embeddings=widths)
     specs = {name: Spec.of(tensor) for name, tensor in tensors.items()}
     with TensorWriter(folder / WEIGHTS_FILE, specs, about) as out:
         for name, tensor in tensors.items():
@@ -245,13 +220,8 @@ def load_sparse(
     with open_weights(folder / PI2_FOLDER) as weights:
         weights.check_activations(int8_activations)
         weights.check_plan(plan)
-        model = skeleton(
-            folder,
-            dtype=settings.dtype,
-            stored=weights.float_dtype,
-            trust_remote_code=settings.trust_remote_code,
-            config=settings.config,
-        )
+        how: Any = {name: getattr(settings, name) for name in ("dtype", "trust_remote_code", "config")}
+        model = skeleton(folder, stored=weights.float_dtype, **how)
         here = getattr(weights, "shard", None)
         own = plan if here is None else here.plan(plan)
         if here is not None and here.by_layers:
@@ -273,12 +243,9 @@ def load_sparse(
             # rows stay in the file, of which a prompt reads few, unless a layer computes with them or a budget counts
             embedding: Any = model.get_submodule(name)
             if not can_stand_for(embedding):
-                raise ArtifactError(
-                    f"{name} in {weights.path}",
-                    expected="an nn.Embedding, or one with a scale",
-                    found=f"a {type(embedding).__name__} in the model",
-                    fix="The file is of another model; make the folder again.",
-                )
+                what, found = f"{name} in {weights.path}", f"a {type(embedding).__name__} in the model"
+                fix = "The file is of another model; make the folder again."
+                raise ArtifactError(what, expected="an nn.Embedding, or one with a scale", found=found, fix=fix)
             scale = getattr(embedding, "embed_scale", None)
             stored_as, outputs = weights.format_of(name), {weights.rows_name(linear) for linear in weights.linears}
             in_blocks = wants_blocks(stored_as, embedding.num_embeddings, width, int8_activations)
@@ -318,15 +285,9 @@ def load_sparse(
 
         def empty(layer: LayerPlan) -> SparseFFN:
             tensors, threshold = predictor_tensors(predictors.get(layer.site.key))
-            return SparseFFN.empty(
-                layer.site,
-                layer,
-                kind=weights.operand_of(layer.site.key),
-                lowrank=tensors,
-                threshold=threshold,
-                int8_activations=int8_activations,
-                dtype=DTYPES.get(weights.kind, kind),
-            )
+            operand: Any = (layer.site, layer, weights.operand_of(layer.site.key), tensors, threshold)
+            dtype = DTYPES.get(weights.kind, kind)
+            return SparseFFN.empty(*operand, int8_activations=int8_activations, dtype=dtype)
 
         for group in bar(list(expert_groups(own.layers)), "load feed-forward layers", progress, delay=2):
             if group[0].site.experts is not None:

@@ -74,18 +74,11 @@ def follow(model: nn.Module, checkpoint: Checkpoint) -> None:
 class _Converted:
     """Parameters that transformers makes of other tensors, by its own operations. Tensors that only follow one another
     are read in place; others are made as a whole, one group at a time. ``first``: the first parameter of the group.
-    ``parts``: pattern -> names of tensors, in order. ``last``: the values of the group that was made last, shared by
-    all groups.
+    ``parts``: pattern -> names of tensors, in order. ``last``: values of the group made last, shared by all.
     """
 
     def __init__(
-        self,
-        model: Any,
-        checkpoint: Checkpoint,
-        first: str,
-        converter: Any,
-        parts: Mapping[str, list[str]],
-        last: dict[str, torch.Tensor],
+        self, model: Any, checkpoint: Checkpoint, first: str, converter: Any, parts: Mapping[str, list[str]], last: Any
     ) -> None:
         self._model, self._first, self._converter, self._last = model, first, converter, last
         self._parts = {pattern: [(checkpoint.reader(own), own) for own in names] for pattern, names in parts.items()}
@@ -336,12 +329,9 @@ def _read(checkpoint: Checkpoint, name: str, now: torch.Tensor) -> torch.Tensor:
     if spec.nbytes < _SMALL_BYTES:
         return checkpoint.read(name).to(now.dtype)
     if spec.dtype != now.dtype:
-        raise DtypeError(
-            f"{name} in {checkpoint.folder}, mapped",
-            expected=f"{dtype_name(now.dtype)}, as config.json says",
-            found=dtype_name(spec.dtype),
-            fix="Load the model as a whole, or save the checkpoint in one dtype.",
-        )
+        what, expected = f"{name} in {checkpoint.folder}, mapped", f"{dtype_name(now.dtype)}, as config.json says"
+        fix = "Load the model as a whole, or save the checkpoint in one dtype."
+        raise DtypeError(what, expected=expected, found=dtype_name(spec.dtype), fix=fix)
     return checkpoint.mapped(name)
 
 

@@ -169,11 +169,8 @@ class _Writer:
             expected = f"None: {sites[0].form} needs all that fire"
             raise ConfigError("synthetic(predictor=...)", expected=expected, found="lowrank", fix="Correct it.")
         in_sites = {name for site in sites for name in site.parameter_names}
-        linears = {
-            name: module
-            for name, module in self._model.named_modules()
-            if isinstance(module, nn.Linear) and f"{name}.weight" not in in_sites
-        }
+        linears = {name: module for name, module in self._model.named_modules() if isinstance(module, nn.Linear)}
+        linears = {name: linear for name, linear in linears.items() if f"{name}.weight" not in in_sites}
         elsewhere = in_sites | {f"{name}.weight" for name in linears}
         kept, values = self._model.state_dict(), [*self._model.named_parameters(), *self._model.named_buffers()]
         floats = {name: tuple(t.shape) for name, t in values if name not in elsewhere and name in kept}
@@ -186,12 +183,9 @@ class _Writer:
             specs[f"{name}.weight"] = Spec(tuple(linear.weight.shape), self.dtype) if in_floats else quantised
         for site in sites:
             specs |= neuron_specs(site, self.kind)
-        about = metadata(
-            self.kind,
-            model_hash,
-            {} if in_floats else {name: linear.in_features for name, linear in linears.items()},
-            {site.key: "owner" for site in sites},
-        ) | {"synthetic": json.dumps(self.label)}
+        widths = {} if in_floats else {name: linear.in_features for name, linear in linears.items()}
+        about = metadata(self.kind, model_hash, widths, {site.key: "owner" for site in sites})
+        about |= {"synthetic": json.dumps(self.label)}
         predictors = FittedPredictors()
         with TensorWriter(folder / WEIGHTS_FILE, specs, about, progress=self.progress) as out:
             for name, shape in floats.items():

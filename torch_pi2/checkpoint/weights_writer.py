@@ -124,15 +124,8 @@ class Quantizer:
             specs |= neuron_specs(layer.site, self._format_of(layer.site))
         report = QuantizeReport(self._kind)
         digest = hashlib.sha256()
-        meta = metadata(
-            self._kind,
-            NO_HASH,
-            self._linears,
-            self._strategies,
-            formats=self._formats,
-            embeddings=self._embeddings,
-            in_blocks=self._in_blocks,
-        )
+        more: Any = {"formats": self._formats, "embeddings": self._embeddings, "in_blocks": self._in_blocks}
+        meta = metadata(self._kind, NO_HASH, self._linears, self._strategies, **more)
         with TensorWriter(folder / WEIGHTS_FILE, specs, meta, progress=progress) as out:
             for name in self._floats:
                 for start, stop in row_chunks(specs[name]):
@@ -221,9 +214,7 @@ class Quantizer:
     def _format_of(self, site: FFNSite) -> str:
         return self._formats.get(site.key, self._kind)
 
-    def _as_stored(
-        self, site: FFNSite, ref: LinearRef, role: str, neurons: torch.Tensor, kind: str
-    ) -> torch.Tensor | None:
+    def _as_stored(self, site: FFNSite, ref: LinearRef, role: str, neurons: torch.Tensor, kind: str) -> Any:
         """Rows of ``neurons`` as the checkpoint stores them, if that is in ``kind``; otherwise None."""
         return None
 

@@ -60,16 +60,9 @@ VERBS = {
     "doctor": "versions, CPU features, kernels, missing extras",
 }
 #: Module and class of the verbs whose module has another name.
-_PLACES = {
-    "sparsify": ("optimize", "Sparsify"),
-    "profile": ("optimize", "Profile"),
-    "fit": ("optimize", "Fit"),
-    "import": ("checkpoint", "Import"),
-    "quantize": ("checkpoint", "Quantize"),
-    "pack": ("checkpoint", "Pack"),
-    "synthetic": ("checkpoint", "Synthetic"),
-    "run": ("generate", "Run"),
-}
+_PLACES = {verb: ("optimize", verb.capitalize()) for verb in ("sparsify", "profile", "fit")}
+_PLACES |= {verb: ("checkpoint", verb.capitalize()) for verb in ("import", "quantize", "pack", "synthetic")}
+_PLACES["run"] = ("generate", "Run")
 #: Verbs that load a model and compute nothing else.
 _GENERATING = ("generate", "chat", "serve")
 BuildParser = Callable[[], argparse.ArgumentParser]
@@ -106,11 +99,8 @@ def _run(argv: Sequence[str], parser: BuildParser, own_process: bool) -> tuple[d
     args = parser().parse_args(argv)
     args.stdout = sys.stdout  # for verbs that stream their result
     # from here on standard output is for the result alone
-    with (
-        configured(args.verbose, args.quiet),
-        lines("torch-pi2", not args.quiet),
-        contextlib.redirect_stdout(sys.stderr),
-    ):
+    phases = lines("torch-pi2", not args.quiet)
+    with configured(args.verbose, args.quiet), phases, contextlib.redirect_stdout(sys.stderr):
         alone = own_process and getattr(args, "verb", "") in _GENERATING  # benchmarks have none
         if alone:
             gc.disable()  # modules are kept: looking for garbage among them takes a tenth of the start

@@ -45,16 +45,9 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     sampling = common.sampling_of(args)
     args.context = args.max_tokens or common.MOST_TOKENS
     model = models.load_any(args)
-    session = ChatSession(
-        model,
-        models.load_tokenizer(args),
-        max_tokens=common.max_tokens(args, model),
-        limit=args.max_new_tokens,
-        sampling=sampling,
-        seed=args.seed,
-        system=args.system,
-        compiled=args.compile,
-    )
+    how: Any = {"limit": args.max_new_tokens, "seed": args.seed, "system": args.system, "compiled": args.compile}
+    tokenizer, tokens = models.load_tokenizer(args), common.max_tokens(args, model)
+    session = ChatSession(model, tokenizer, max_tokens=tokens, sampling=sampling, **how)
     if not session.template:
         _tell("this model's tokenizer has no chat template: the model continues your text")
     if isinstance(sys.stdin, io.TextIOWrapper):

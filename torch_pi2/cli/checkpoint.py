@@ -140,11 +140,8 @@ class Quantize:
         rows = [(name, common.percent(error, 2)) for name, error in errors.items() if name in largest]
         left = f"\n(the {len(rows)} largest of {len(errors)})" if len(rows) < len(errors) else ""
         sizes = f"{common.size(result['bytes_in'])} -> {common.size(result['bytes_out'])}"
-        return (
-            f"{common.table(('layer', 'relative error'), rows)}{left}\n"
-            f"{result['out']}: {sizes} {result['weights']} in {result['seconds']:.1f} s"
-            f"{verdict.shown(result['verdict'])}"
-        )
+        done = f"{result['out']}: {sizes} {result['weights']} in {result['seconds']:.1f} s"
+        return f"{common.table(('layer', 'relative error'), rows)}{left}\n{done}{verdict.shown(result['verdict'])}"
 
 
 class Pack:

@@ -58,10 +58,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     name = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
     have = set(flags.group(1).split()) if flags else set()
-    cpu = {
-        "name": name.group(1) if name else platform.processor() or platform.machine(),
-        "features": [flag for flag in _FLAGS if flag in have],
-    }
+    cpu_name = name.group(1) if name else platform.processor() or platform.machine()
+    cpu = {"name": cpu_name, "features": [flag for flag in _FLAGS if flag in have]}
     return {
         "ok": library["loaded"] and not (target and target["problems"]),
         "versions": {
@@ -217,10 +215,8 @@ def _render_hardware(found: dict[str, Any] | None) -> str:
 def describe_hardware(hardware: Hardware) -> str:
     """The most important figures of a profile; ``--json`` has all."""
     reads = hardware.reads
-    rates = (
-        f"{block / reads.us(1000, block, reads.file_bytes, _DEPTH) * 1e3:.0f} MB/s of {block >> 10} KiB"
-        for block in _BLOCKS
-    )
+    found = ((block, block / reads.us(1000, block, reads.file_bytes, _DEPTH) * 1e3) for block in _BLOCKS)
+    rates = (f"{rate:.0f} MB/s of {block >> 10} KiB" for block, rate in found)
     lines = [
         f"{hardware.name}, {hardware.source}: {hardware.threads} threads of {hardware.cores} cores, "
         f"memory {hardware.memory_gb_per_s:.1f} GB/s",
@@ -232,7 +228,5 @@ def describe_hardware(hardware: Hardware) -> str:
     if not reads.warm:
         lines.append("NOT WARMED UP: passes over the file differed, figures of reads may be too low")
     if hardware.error > _STEADY:
-        lines.append(
-            f"NOT STEADY: calls differ by {hardware.error:.0%} from their lines; measure again when nothing else runs"
-        )
+        lines.append(f"NOT STEADY: calls differ by {hardware.error:.0%} from their lines; measure on an idle machine")
     return "\n".join(lines)

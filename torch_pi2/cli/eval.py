@@ -88,12 +88,9 @@ def _set_batch(args: argparse.Namespace) -> None:
     args.batch_size = args.batch_size or max(1, most)
     args.context = args.batch_size * args.window
     if args.budget is not None and args.context > PIECE_TOKENS and not common.left_out(args):  # else token by token
-        raise ConfigError(
-            f"--window {args.window}{given} with --budget",
-            expected=f"at most {PIECE_TOKENS} tokens in a call, for which a budget has memory",
-            found=str(args.context),
-            fix="Pass a smaller --window" + (" or --batch-size." if given else "."),
-        )
+        expected = f"at most {PIECE_TOKENS} tokens in a call, for which a budget has memory"
+        found, fix = str(args.context), "Pass a smaller --window" + (" or --batch-size." if given else ".")
+        raise ConfigError(f"--window {args.window}{given} with --budget", expected=expected, found=found, fix=fix)
 
 
 def _loss(args: argparse.Namespace, model: Any, tokenizer: Any, text: str) -> dict[str, Any]:
@@ -111,9 +108,7 @@ def _loss_and_work(args: argparse.Namespace, sparse: Any, tokenizer: Any, text: 
     return {**loss, **done.to_json()}
 
 
-def _compared(
-    args: argparse.Namespace, dense: Any, sparse: Any, tokenizer: Any, text: str, plan: Any
-) -> dict[str, Any]:
+def _compared(args: argparse.Namespace, dense: Any, sparse: Any, tokenizer: Any, text: str, plan: Any) -> dict:
     from torch_pi2.eval.timing import ffn_modules, time_decode
 
     loss_dense, loss_sparse = _loss(args, dense, tokenizer, text), _loss_and_work(args, sparse, tokenizer, text)

@@ -40,9 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--linears", choices=LINEARS, default="float32", help="linear layers outside FFNs; int8, int4: lossy")
     add("--budget", metavar="BYTES", help="memory for a packed MODEL, such as 2GiB (default: all of it)")
     add("--kv", choices=KV_FORMATS, default="float32", help="format of keys and values; float16, int8: lossy")
-    inputs = (
-        "of a model with int4 or int8 weights: round the inputs of its layers, too (lossy; default for imports of GGUF)"
-    )
+    inputs = "of a model with int4 or int8 weights: round its layers' inputs, too (lossy; default for imports of GGUF)"
     add("--activations", choices=ACTIVATIONS, help=inputs)
     hot = "chunks of 512 neurons on the accelerator, by batch size (default: from the statistics; xnnpack: none)"
     add("--hot", type=_CHUNKS, help=hot)
@@ -84,15 +82,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         tokenizer = models.load_tokenizer(args)
     calibrated = args.target != "xnnpack" and args.precision != "fp16"
     names = ("target", "max_tokens", "max_prompt", "batches", "linears", "kv", "hot", "hot_prompts", "hot_attention")
-    export(
-        model,
-        args.out,
-        **common.given(args, *names, "precision", "blocks", "quantization"),
-        tokenizer=tokenizer,
-        weight_sharing=not args.no_weight_sharing,
-        calibration=common.text_of(args, tokenizer, _TOKENS) if calibrated else None,
-        progress=not args.quiet,
-    )
+    how: Any = {**common.given(args, *names, "precision", "blocks", "quantization"), "progress": not args.quiet}
+    how["calibration"] = common.text_of(args, tokenizer, _TOKENS) if calibrated else None
+    export(model, args.out, tokenizer=tokenizer, weight_sharing=not args.no_weight_sharing, **how)
     manifest = Manifest.load(args.out).to_json()
     return {"out": str(args.out), "manifest": manifest}
 
@@ -101,9 +93,6 @@ def render(result: dict[str, Any]) -> str:
     manifest = result["manifest"]
     rows = [(name, common.size(entry["bytes"])) for name, entry in manifest["files"].items()]
     lossy = "".join(f"\nlossy: {text}" for text in manifest["lossy"])
-    return (
-        f"{common.table(('file', 'bytes'), rows)}\n"
-        f"{result['out']}: {manifest['kind']} for {manifest['target']}, methods {', '.join(manifest['methods'])}"
-        f"{lossy}\n"
-        f"run it: torch-pi2 run {result['out']} --prompt '...'"
-    )
+    methods, how = ", ".join(manifest["methods"]), f"run it: torch-pi2 run {result['out']} --prompt '...'"
+    done = f"{result['out']}: {manifest['kind']} for {manifest['target']}, methods {methods}{lossy}"
+    return f"{common.table(('file', 'bytes'), rows)}\n{done}\n{how}"

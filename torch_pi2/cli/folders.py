@@ -48,16 +48,10 @@ _ARGUMENTS = ("model", "models", "source", "bundle", "folder")
 def kind_of(folder: Path) -> str | None:
     """A key of ``_KINDS``; None: not a folder, or an unknown kind."""
     inner = folder / "pi2"
-    marks = {
-        "bundle": folder / MANIFEST_FILE,
-        "store": inner / STORE_FILE,
-        "quantised": inner / WEIGHTS_FILE,
-        "optimised": inner,
-        "checkpoint": folder / "config.json",
-        "predictors": folder / "predictors.safetensors",
-        "plan": folder / "plan.json",
-        "statistics": folder / "stats.safetensors",
-    }
+    marks = {"bundle": folder / MANIFEST_FILE, "store": inner / STORE_FILE, "quantised": inner / WEIGHTS_FILE}
+    marks |= {"optimised": inner, "checkpoint": folder / "config.json"}
+    parts = {"predictors": "predictors.safetensors", "plan": "plan.json", "statistics": "stats.safetensors"}
+    marks |= {kind: folder / name for kind, name in parts.items()}
     found = next((kind for kind, mark in marks.items() if os.path.lexists(mark)), None)
     return "shards" if found is None and any(folder.glob("rank-*-of-*")) else found
 

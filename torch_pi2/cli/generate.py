@@ -173,10 +173,7 @@ class Run:
         add("--engine", metavar="NAME", help="read engine of the store; a wrong name lists all (default: auto)")
         add("--policy", metavar="NAME", help="policy of the neuron cache; a wrong name lists all (default: lfu)")
         add("--trace", type=Path, metavar="FILE", help="trace of all threads, for Perfetto (docs/TRACES.md)")
-        verify = (
-            "first compare the hash of every file, the whole store included; --no-verify: compare sizes only "
-            "(default: checksums of what is loaded)"
-        )
+        verify = "first compare the hash of every file; --no-verify: sizes only (default: checksums of what is loaded)"
         add("--verify", action=argparse.BooleanOptionalAction, help=verify)
 
     @staticmethod
@@ -212,12 +209,8 @@ class Run:
         settings = common.given(args, "budget", "store", "threads", "io_threads", "trace", "engine", "policy", "verify")
         sampling = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop", "seed")
         with Bundle(args.bundle, **settings) as bundle:
-            output = bundle.generate(
-                prompt,
-                args.max_new_tokens,
-                **common.given(args, *sampling, "num_return_sequences"),
-                stream=stream if streamed else None,
-            )
+            how = {**common.given(args, *sampling, "num_return_sequences"), "stream": stream if streamed else None}
+            output = bundle.generate(prompt, args.max_new_tokens, **how)
             read = bundle.stats()
             target, loading = bundle.manifest.target, bundle.load_seconds
         return {

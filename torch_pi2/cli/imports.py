@@ -112,9 +112,7 @@ class _After:
 
 
 def _as_if_imported(marked: list[tuple[str, Any]], dynamo: Any) -> None:
-    """If Dynamo is imported after all: transformers is as if it had been all along. ``marked``: functions marked for
-    Dynamo.
-    """
+    """If Dynamo is imported after all: transformers is as if it always had been. ``marked``: functions for it."""
     for how, fn in marked:
         getattr(dynamo, how)(fn)
     for module in [module for name, module in sys.modules.items() if name.startswith("transformers.")]:

@@ -1,7 +1,6 @@
 """Show what is in a folder: an optimised model, a neuron store, statistics, predictors, a plan, or a bundle.
 
-For a checkpoint that is not optimised, show what would be done with each of its feed-forward layers, or why not; no
-weights are read.
+For a checkpoint that is not optimised, show what would become of its feed-forward layers; no weights are read.
 """
 
 from __future__ import annotations
@@ -86,12 +85,10 @@ def describe(folder: Path, verify: bool = False, progress: bool = True) -> dict[
     with Parts(inner) as parts:
         present = [name for name in ("stats", "predictors", "plan") if parts.has(name)]
         if not present:
-            raise ArtifactError(
-                str(folder),
-                expected="a folder with stats.safetensors, predictors.safetensors, plan.json or pi2/ in it",
-                found="none of them" if folder.is_dir() else "no such folder",
-                fix="Pass a folder written by torch-pi2 profile, fit, plan, optimize or pack.",
-            )
+            expected = "a folder with stats.safetensors, predictors.safetensors, plan.json or pi2/ in it"
+            said = "none of them" if folder.is_dir() else "no such folder"
+            fix = "Pass a folder written by torch-pi2 profile, fit, plan, optimize or pack."
+            raise ArtifactError(str(folder), expected=expected, found=said, fix=fix)
         store, slots = _store(inner / STORE_FILE, verify, progress) if has_store else ({}, {})
         stats, predictors = parts.stats(), parts.predictors()
         plan = parts.plan() if parts.has("plan") else None
@@ -103,19 +100,12 @@ def describe(folder: Path, verify: bool = False, progress: bool = True) -> dict[
         for s in stats or ()
     }
     cards = {key: p.card.to_json() for key, p in predictors.items() if p.card is not None}
-    chosen = {
-        layer.site.key: {
-            "form": layer.site.form,
-            "hidden": layer.site.hidden,
-            "neurons": layer.site.intermediate,
-            "method": layer.method,
-            "hot": layer.n_hot,
-            "cold": layer.n_cold,
-            "threshold": layer.threshold,
-            "expected_active": layer.expected_active,
-        }
-        for layer in (here.layers if here else ())
-    }
+    chosen = {}
+    for layer in here.layers if here else ():
+        form = {"form": layer.site.form, "hidden": layer.site.hidden, "neurons": layer.site.intermediate}
+        counts = {"method": layer.method, "hot": layer.n_hot, "cold": layer.n_cold}
+        shares = {"threshold": layer.threshold, "expected_active": layer.expected_active}
+        chosen[layer.site.key] = form | counts | shares
     for found in (fired, cards, chosen, slots):
         for key, facts in found.items():
             layers.setdefault(key, {"key": key}).update(facts)
@@ -175,18 +165,12 @@ def _store(path: Path, verify: bool, progress: bool) -> tuple[dict[str, Any], di
     from torch_pi2.store.storefile import StoreReader
 
     with StoreReader(path) as store:
-        layers = {
-            key: {
-                "key": key,
-                "hidden": entry.hidden,
-                "neurons": entry.neurons,
-                "hot": entry.n_hot,
-                "bundle_bytes": entry.neuron_bytes,
-                "slot_bytes": entry.slot_bytes,
-                "padding_share": 1 - entry.cluster * entry.neuron_bytes / entry.slot_bytes,
-            }
-            for key, entry in zip(store.keys, store.entries, strict=True)
-        }
+        layers = {}
+        for key, entry in zip(store.keys, store.entries, strict=True):
+            padding = 1 - entry.cluster * entry.neuron_bytes / entry.slot_bytes
+            sizes = {"bundle_bytes": entry.neuron_bytes, "slot_bytes": entry.slot_bytes, "padding_share": padding}
+            counts = {"key": key, "hidden": entry.hidden, "neurons": entry.neurons, "hot": entry.n_hot}
+            layers[key] = counts | sizes
         facts = {
             "weights": store.neuron_formats,
             "model_hash": store.model_hash,
@@ -219,9 +203,8 @@ def _render_folder(result: dict[str, Any]) -> str:
     lines += stays_dense(result["left"])
     if zeros := [layer["sparsity"] for layer in result["layers"] if layer.get("tokens")]:
         ends = " to ".join(common.percent(end) for end in (min(zeros), max(zeros)))
-        lines.append(
-            f"zeros: {common.percent(sum(zeros) / len(zeros))} of neurons, by layer {ends}; see torch-pi2 zeros"
-        )
+        mean = common.percent(sum(zeros) / len(zeros))
+        lines.append(f"zeros: {mean} of neurons, by layer {ends}; see torch-pi2 zeros")
     if result["matrices"]:
         kinds = ", ".join(f"{count} {kind}" for kind, count in result["matrices"].items())
         lines.append(f"linear layers and embeddings: {kinds}")
@@ -253,9 +236,7 @@ def _without_verdict(result: dict[str, Any]) -> str:
         known = f"dense: every neuron is computed; speed {known}"
     fix = f"torch-pi2 eval {result['folder']} measures its loss"
     if not result["layers"]:
-        fix += (
-            "; import it with --neurons all for torch-pi2 pack, which makes models for less memory than their weights"
-        )
+        fix += "; import it with --neurons all for torch-pi2 pack, whose models need less memory than their weights"
     return f"\nverdict:  {known} ({fix})"
 
 
@@ -306,8 +287,7 @@ def _render_budget(budget: dict[str, Any]) -> str:
 
 def describe_checkpoint(folder: Path, verify: bool, trust_remote_code: bool) -> dict[str, Any]:
     """``contains``, the fields of :class:`torch_pi2.planner.supported.Supported`, and ``quantised_by``: the
-    quantisation method of the checkpoint, or empty. Raises as ``supported``, and ConfigError: there are no checksums to
-    ``verify``.
+    checkpoint's method, or empty. Raises as ``supported``, and ConfigError: there are no checksums to ``verify``.
     """
     from torch_pi2.planner.supported import supported
     from torch_pi2.store.folder import quantised_by, read_config
@@ -432,9 +412,7 @@ def _store_parts(path: Path) -> dict[str, int]:
 def render_bundle(result: dict[str, Any]) -> str:
     manifest, methods = result["manifest"], result["methods"]
     model, memory, ffn = manifest["model"], manifest["memory"], common.size(manifest["bytes"]["ffn"])
-    rows = [
-        method | {"method": name, "operators": sum(method["operators"].values())} for name, method in methods.items()
-    ]
+    rows = [m | {"method": name, "operators": sum(m["operators"].values())} for name, m in methods.items()]
     program = common.records(rows, ("method", "batch", "max_tokens", "delegates", "operators", "hot_chunks"))
     hashes = [(name, size, manifest["files"][name]["sha256"]) for name, size in result["files"].items()]
     shown = [
@@ -462,10 +440,8 @@ def _render_npu(report: dict[str, Any]) -> str:
     if loss is None:
         return f"{head}; loss with the NPU's part: not measured"
     alone = loss["nats_per_token"]
-    with_npu = ", ".join(
-        f"{name} {m['nats_per_token']:.4f} ({m['nats_per_token'] - alone:+.4f}, {m['change']:+.2%})"
-        for name, m in loss["npu"].items()
-    )
+    npu = {name: (m["nats_per_token"], m["change"]) for name, m in loss["npu"].items()}
+    with_npu = ", ".join(f"{name} {n:.4f} ({n - alone:+.4f}, {change:+.2%})" for name, (n, change) in npu.items())
     return (
         f"{head}\nnats per token on {loss['tokens']} tokens of {loss['measured_on']}: without the NPU {alone:.4f}, "
         f"with its feed-forward layers (simulated in PyTorch) of {with_npu}"

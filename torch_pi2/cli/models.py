@@ -125,12 +125,9 @@ def load_sparse(args: argparse.Namespace) -> nn.Module:
     import torch_pi2
 
     if not (Path(args.model) / "pi2").is_dir():
-        raise ArtifactError(
-            f"model {args.model}",
-            expected="a folder written by `torch-pi2 optimize` (it has a folder pi2/)",
-            found="no pi2/ in it" if Path(args.model).is_dir() else "no such folder",
-            fix="Make one: torch-pi2 optimize MODEL --out DIR.",
-        )
+        what, expected = f"model {args.model}", "a folder written by `torch-pi2 optimize` (it has a folder pi2/)"
+        found = "no pi2/ in it" if Path(args.model).is_dir() else "no such folder"
+        raise ArtifactError(what, expected=expected, found=found, fix="Make one: torch-pi2 optimize MODEL --out DIR.")
     phase(f"load {args.model}")
     with _loading(args, "model", "a Hugging Face causal language model"):
         how: dict[str, Any] = {"activations": getattr(args, "activations", None), "dtype": dtype_of(args)}

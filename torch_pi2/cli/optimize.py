@@ -57,17 +57,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         phase(verdict.MEASURING)
         dense, why = verdict.dense_of(args, dense_bytes)
         given = {name: value for name, value in asdict(config).items() if value != getattr(Config(), name)}
-        judged = judge(
-            model,
-            dense,
-            args.out,
-            tokenizer=tokenizer,
-            made=[verdict.step("optimize", args.model, given)],
-            dense_bytes=dense_bytes,
-            not_measured=why,
-            lossy=["int8 activations"] if config.activations == "int8" else [],
-            trust_remote_code=args.trust_remote_code,
-        )
+        made = [verdict.step("optimize", args.model, given)]
+        lossy = ["int8 activations"] if config.activations == "int8" else []
+        also: Any = {"tokenizer": tokenizer, "not_measured": why, "trust_remote_code": args.trust_remote_code}
+        judged = judge(model, dense, args.out, made=made, dense_bytes=dense_bytes, lossy=lossy, **also)
         verdict.keep(args.out, judged, args.model)
     errors = {name: asdict(error) for name, error in get_state(model).quantization.items()}
     return {"out": str(args.out), **describe(args.out), "weights": config.weights, "quantization": errors}
@@ -188,16 +181,10 @@ class Sparsify:
         common.check_out(args.out)
         names = ("activation", "target_sparsity", "steps", "batch", "window", "accumulate", "learning_rate", "lora")
         heldout = args.heldout or (["stdlib-heldout"] if args.text == ["stdlib"] else None)
-        report = torch_pi2.sparsify(
-            models.load_dense(args),
-            args.out,
-            _documents(args.text, "--text"),
-            heldout=None if heldout is None else _documents(heldout, "--heldout"),
-            tokenizer=models.load_tokenizer(args),
-            progress=not args.quiet,
-            **common.given(args, *names, "distill", "save_every", "seed"),
-            bf16=not args.float32,
-        )
+        dense, text = models.load_dense(args), _documents(args.text, "--text")
+        how: Any = {**common.given(args, *names, "distill", "save_every", "seed"), "bf16": not args.float32}
+        how |= {"heldout": None if heldout is None else _documents(heldout, "--heldout"), "progress": not args.quiet}
+        report = torch_pi2.sparsify(dense, args.out, text, tokenizer=models.load_tokenizer(args), **how)
         end_of_group(args)
         return {"out": str(args.out), **report.to_json(), "lines": report.lines()}
 

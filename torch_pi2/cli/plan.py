@@ -40,11 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batches", type=common.sizes, help="batch sizes to plan for (default: 1,2,4,8,16)")
     add("--fixed-hot-set", action="store_true", default=None, help="the same hot neurons at all batch sizes")
     add("--explain", action="store_true", default=None, help="show the prediction only: --out may be left out")
-    add(
-        "--activations",
-        choices=ACTIVATIONS,
-        help="activations with which MODEL will be loaded (default: its own, int8 or float)",
-    )
+    activations = "activations with which MODEL will be loaded (default: its own, int8 or float)"
+    add("--activations", choices=ACTIVATIONS, help=activations)
     common.add_loading(parser)
     common.add_mapped(parser)
     common.add_config(parser)
@@ -112,15 +109,9 @@ def _for_machine(args: argparse.Namespace) -> dict[str, Any]:
     stats, model = _statistics(args), _loaded(args, stored)
     plan = get_state(model).plan
     shape = ModelShape.of(model, stats, without_hot(plan))
-    request = Request(
-        shape,
-        hardware,
-        budget,
-        0 if args.accelerator_memory is None else parse_bytes(args.accelerator_memory),
-        args.batches or BATCHES,
-        args.context or 1024,
-        bool(args.fixed_hot_set),
-    )
+    theirs = 0 if args.accelerator_memory is None else parse_bytes(args.accelerator_memory)
+    steps = (args.batches or BATCHES, args.context or 1024, bool(args.fixed_hot_set))
+    request = Request(shape, hardware, budget, theirs, *steps)
     solved = solve(request, progress=not args.quiet)
     facts = {
         **solved.made_for,

@@ -57,12 +57,9 @@ def process_group(args: argparse.Namespace, *models: str) -> Iterator[list[str]]
 
     shards = [model for model in models if shards_in(Path(model))]
     if several() > 1 and not shards and Path(models[0]).is_dir():
-        raise ConfigError(
-            f"{models[0]} in {several()} processes",
-            expected="a folder of shards, of which each process has one",
-            found="no shards",
-            fix=f"Make them (torch-pi2 pack {models[0]} OUT --ranks {several()}), or start one process.",
-        )
+        expected = "a folder of shards, of which each process has one"
+        fix = f"Make them (torch-pi2 pack {models[0]} OUT --ranks {several()}), or start one process."
+        raise ConfigError(f"{models[0]} in {several()} processes", expected=expected, found="no shards", fix=fix)
     if len(shards) > 1 or (shards and shards[0] != models[0]):
         expected, fix = "one in shards, before any other", "Start one group of processes for each model in shards."
         raise ConfigError("models in several processes", expected=expected, found=", ".join(models), fix=fix)

@@ -110,12 +110,9 @@ def _address(args: argparse.Namespace) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(
-            f"--host {args.host} --port {args.port}",
-            expected="an address of this machine, and a port that is free",
-            found=error.strerror or str(error),
-            fix="Name another --port (0: any that is free), or another --host.",
-        ) from error
+        what, expected = f"--host {args.host} --port {args.port}", "an address of this machine, and a port that is free"
+        fix = "Name another --port (0: any that is free), or another --host."
+        raise ConfigError(what, expected=expected, found=error.strerror or str(error), fix=fix) from error
 
 
 def _server(app: Any) -> Any:
@@ -170,19 +167,12 @@ def _served(args: argparse.Namespace, name: str, folder: str) -> Any:
     most = args.max_tokens or common.MOST_TOKENS
     own_args = argparse.Namespace(**vars(args) | {"model": folder, "context": args.max_batch_size * most})
     model = models.load_any(own_args)
-    batch = Batch(
-        model,
-        max_tokens=common.max_tokens(args, model),
-        max_batch_size=args.max_batch_size,
-        max_queue=args.max_queue,
-        compiled=args.compile,
-        prefix_bytes=parse_bytes(args.prefix_cache),
-    )
+    how: Any = {"max_batch_size": args.max_batch_size, "max_queue": args.max_queue, "compiled": args.compile}
+    how |= {"max_tokens": common.max_tokens(args, model), "prefix_bytes": parse_bytes(args.prefix_cache)}
+    batch = Batch(model, **how)
     return ServedModel(name, model, models.load_tokenizer(own_args), batch)
 
 
 def render(result: dict[str, Any]) -> str:
-    return "\n".join(
-        f"{name}: {sum(counts['ended'].values())} answers, {counts['answer_tokens']} tokens"
-        for name, counts in result.items()
-    )
+    done = {name: (sum(counts["ended"].values()), counts["answer_tokens"]) for name, counts in result.items()}
+    return "\n".join(f"{name}: {answers} answers, {tokens} tokens" for name, (answers, tokens) in done.items())

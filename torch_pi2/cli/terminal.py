@@ -90,9 +90,7 @@ def shown(name: str, value: Any) -> str:
 
 @contextmanager
 def configured(verbose: bool = False, quiet: bool = False) -> Iterator[None]:
-    """Inside the block, ``-v`` and ``-q`` set the level of our log messages; other libraries show errors only without
-    ``verbose``.
-    """
+    """Inside the block, ``-v`` and ``-q`` set our log level; other libraries show only errors without ``verbose``."""
     ours = logging.getLogger("torch_pi2")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("torch-pi2: %(message)s"))

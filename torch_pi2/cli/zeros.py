@@ -54,12 +54,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     how = {"tokenizer": tokenizer, **common.given(args, "tokens", "near")}
     found = torch_pi2.zeros(model, text, **how, progress=not args.quiet)
     layers = [{name: value for name, value in vars(layer).items() if name != "site"} for layer in found.layers]
-    about = {
-        "model": str(args.given),
-        **common.given(args, "text", "near", "weights"),
-        "tokens": found.tokens,
-        "asked_tokens": args.tokens,
-    }
+    about = {"model": str(args.given), **common.given(args, "text", "near", "weights")}
+    about |= {"tokens": found.tokens, "asked_tokens": args.tokens}
     result = about | {"layers": layers, "left": found.left, **{share: found.mean(share) for share in _SHARES}}
     result["gains"] = gains(model, found.layers, hardware, args.weights)
     return result | {"hardware": hardware and hardware.name, "not_predicted": unknown, "row": _row(result)}

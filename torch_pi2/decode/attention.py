@@ -56,12 +56,10 @@ def packed_sdpa(
     for_all_heads = mask is None or (mask.dtype == torch.bool and mask.dim() == 4 and mask.shape[1] == 1)
     plain_masks = plain and for_all_heads
     if sinks is not None and not plain_masks:
-        raise ConfigError(
-            f"attention of {type(module).__name__} with sinks",
-            expected="boolean masks for all heads, and nothing that is added to scores or dropped",
-            found="a mask of another kind" if plain else "dropout, soft caps, biases or a paged cache",
-            fix="Leave attention_mask out or pass one of [sequences, tokens], and call model.eval().",
-        )
+        expected = "boolean masks for all heads, and nothing that is added to scores or dropped"
+        found = "a mask of another kind" if plain else "dropout, soft caps, biases or a paged cache"
+        fix = "Leave attention_mask out or pass one of [sequences, tokens], and call model.eval()."
+        raise ConfigError(f"attention of {type(module).__name__} with sinks", expected=expected, found=found, fix=fix)
     if sinks is None and not (plain_masks and known):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -80,9 +78,7 @@ def uses_sdpa(config: Any) -> bool:
 
 
 def has_sinks(model: torch.nn.Module) -> bool:
-    """Whether attention of ``model`` has sinks (gpt-oss), scores that count only in the softmax's sum; transformers'
-    ``sdpa`` lacks them.
-    """
+    """Whether attention of ``model`` has sinks (gpt-oss), scores only in the softmax's sum, which ``sdpa`` lacks."""
     return any("sinks" in module._parameters for module in model.modules())
 
 

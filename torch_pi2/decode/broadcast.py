@@ -40,9 +40,7 @@ def broadcast_call(method: Method) -> Method:
 
 
 def announce(made: Any, **settings: Any) -> None:
-    """If this process leads its group: let the others make such an object too (``made.number``: its id), and repeat its
-    marked calls.
-    """
+    """If this process leads: the others make such an object (``made.number``: its id) and repeat its calls."""
     coordinator = coordinator_of(made.model)
     if coordinator is None:
         return
@@ -78,9 +76,6 @@ def _broadcast(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _unknown_to_others(name: str) -> ConfigError:
-    return ConfigError(
-        f"{name} of a model that several processes compute",
-        expected="one that was made after torch_pi2.lead",
-        found="an older one or a copy, which the other processes do not have",
-        fix="Make it again.",
-    )
+    what = f"{name} of a model that several processes compute"
+    found = "an older one or a copy, which the other processes do not have"
+    return ConfigError(what, expected="one that was made after torch_pi2.lead", found=found, fix="Make it again.")

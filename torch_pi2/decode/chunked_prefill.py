@@ -72,9 +72,7 @@ def uses_our_attention(model: nn.Module) -> bool:
     sinks = has_sinks(model)
     if not all(p._supports_attention_backend and (sinks or uses_sdpa(p.config)) for p in parts):
         return False
-    others = [
-        getattr(p.config, name, none) not in (none, None) for p in parts for name, none in _OTHER_ATTENTION.items()
-    ]
+    others = [getattr(p.config, k, none) not in (none, None) for p in parts for k, none in _OTHER_ATTENTION.items()]
     return not any(others)
 
 

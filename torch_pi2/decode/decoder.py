@@ -67,9 +67,8 @@ def check_vocabulary(model: nn.Module, input_ids: torch.Tensor, what: str = "inp
     table: Any = model.get_input_embeddings()  # type: ignore[operator]
     if (vocab := getattr(table, "num_embeddings", None)) is None:  # e.g. tokens that PEFT trains
         expected, fix = "a table with num_embeddings", "Call model.generate, or merge adapters first."
-        raise UnsupportedModelError(
-            f"the input embeddings of {type(model).__name__}", expected=expected, found=type(table).__name__, fix=fix
-        )
+        what = f"the input embeddings of {type(model).__name__}"
+        raise UnsupportedModelError(what, expected=expected, found=type(table).__name__, fix=fix)
     wrong = input_ids[(input_ids < 0) | (input_ids >= vocab)]
     if wrong.numel():
         found = f"the token {int(wrong[0])}"
@@ -96,9 +95,8 @@ class Decoder:
     unless it looks its kernel up in transformers' registry, gets a cache that grows, for sequences of one length.
     Between a prompt and the last step that continues it, the model must not be moved or converted. Other changes are
     heeded from the next step on: new values of tensors, other attributes of modules, lists, mappings, classes,
-    functions and registries (configurations: at the next prompt). So that nothing else goes unnoticed, the model itself
-    makes the first step after each prompt and every 64th, and their calls are compared with the recorded ones. Compiled
-    steps are not.
+    functions and registries (configurations: at the next prompt). As a check, the model itself makes the first step
+    after each prompt and every 64th; their calls must be the recorded ones. Compiled steps are not checked.
 
     Args:
         model: a Hugging Face causal language model, dense or optimised, in evaluation mode; on the CPU, on a GPU, or
@@ -196,28 +194,20 @@ class Decoder:
     def _inspect_model(self) -> None:
         device = device_of(self.model)
         if device != self.device:
-            raise DeviceError(
-                f"Decoder of {type(self.model).__name__}",
-                expected=f"the model on {self.device}, where keys and values are",
-                found=f"it on {device}",
-                fix="Make another Decoder after moving a model.",
-            )
+            what = f"Decoder of {type(self.model).__name__}"
+            expected, found = f"the model on {self.device}, where keys and values are", f"it on {device}"
+            raise DeviceError(what, expected=expected, found=found, fix="Make another Decoder after moving a model.")
         if (dtype := getattr(self.model, "dtype", None)) != self._dtype:
-            raise DtypeError(
-                f"Decoder of {type(self.model).__name__}",
-                expected=f"the model in {self._dtype}, as keys and values are",
-                found=f"it in {dtype}",
-                fix="Make another Decoder after converting a model.",
-            )
+            what = f"Decoder of {type(self.model).__name__}"
+            expected, found = f"the model in {self._dtype}, as keys and values are", f"it in {dtype}"
+            raise DtypeError(what, expected=expected, found=found, fix="Make another Decoder after converting a model.")
         self._divided = any(home.split is not None for home in homes(self.model))
         self._lazy = any(isinstance(part, LazyDown) for _, part in replacements(self.model))
         if self.compiled and self._divided:
-            raise ConfigError(
-                f"Decoder of {type(self.model).__name__}, compiled",
-                expected="a model that is on one device as a whole",
-                found="layers that are divided between a GPU and the CPU, which no compiler can order",
-                fix="Leave compiled out (compiled=False, or no --compile).",
-            )
+            what = f"Decoder of {type(self.model).__name__}, compiled"
+            found = "layers that are divided between a GPU and the CPU, which no compiler can order"
+            fix = "Leave compiled out (compiled=False, or no --compile)."
+            raise ConfigError(what, expected="a model that is on one device as a whole", found=found, fix=fix)
         handle = ModelState.of(self.model)
         budget = None if handle is None else handle.budget
         keep_freed_memory()
@@ -331,12 +321,10 @@ class Decoder:
         self._check_not_adding("add")
         self._inspect_model()
         if len(self.lengths) == self.rows or len(ids_1T) != 1 or not 1 <= ids_1T.shape[1] < self.max_tokens:
-            raise ShapeError(
-                "add",
-                expected=f"[1, 1 to {self.max_tokens - 1}] while there are fewer than {self.rows} sequences",
-                found=f"{list(ids_1T.shape)} beside {len(self.lengths)}",
-                fix="Drop others first (retain), or make a Decoder for more.",
-            )
+            expected = f"[1, 1 to {self.max_tokens - 1}] while there are fewer than {self.rows} sequences"
+            found = f"{list(ids_1T.shape)} beside {len(self.lengths)}"
+            fix = "Drop others first (retain), or make a Decoder for more."
+            raise ShapeError("add", expected=expected, found=found, fix=fix)
         if known:
             self.check_parts("add(known=...)")
         cached = sum(part[0].shape[1] for part in known)
@@ -456,12 +444,9 @@ class Decoder:
         """Copy keys and values of the tokens from ``first`` to ``last`` (exclusive) of a row, for :meth:`add`."""
         self.check_parts("copy_kv")
         if not (0 <= row < len(self.lengths) and 0 <= first < last <= self.lengths[row]):
-            raise ShapeError(
-                "copy_kv",
-                expected=f"tokens, 1 or more, of a sequence that there is (now {self.lengths})",
-                found=f"{first} to {last} of row {row}",
-                fix="Name tokens that were read or fed.",
-            )
+            expected = f"tokens, 1 or more, of a sequence that there is (now {self.lengths})"
+            found = f"{first} to {last} of row {row}"
+            raise ShapeError("copy_kv", expected=expected, found=found, fix="Name tokens that were read or fed.")
         if (group := group_of(self.model)) is not None and group.divides_kv:
             expected, fix = "all keys and values here", "Read prompts whole."
             raise UnsupportedModelError("copy_kv", expected=expected, found="those of a stage", fix=fix)
@@ -477,12 +462,10 @@ class Decoder:
         self._check_read("decoding step")
         _check_ids(next_B1, "decoding step")
         if self.length >= self.max_tokens or next_B1.shape != (self.batch, 1):
-            raise ShapeError(
-                "decoding step",
-                expected=f"[{self.batch}, 1] and fewer than {self.max_tokens} tokens before it",
-                found=f"{list(next_B1.shape)} after {self.length} tokens",
-                fix="Ask for fewer tokens, or make a Decoder with more max_tokens, or for this batch.",
-            )
+            expected = f"[{self.batch}, 1] and fewer than {self.max_tokens} tokens before it"
+            found = f"{list(next_B1.shape)} after {self.length} tokens"
+            fix = "Ask for fewer tokens, or make a Decoder with more max_tokens, or for this batch."
+            raise ShapeError("decoding step", expected=expected, found=found, fix=fix)
         return self._feed(next_B1)
 
     @broadcast_call
@@ -504,12 +487,10 @@ class Decoder:
         _check_ids(ids_1T, "verify")
         tokens = ids_1T.shape[1]
         if self.batch != 1 or len(ids_1T) != 1 or not 1 <= tokens <= min(VERIFIED, self.max_tokens - self.length):
-            raise ShapeError(
-                "verify",
-                expected=f"[1, 1 to {VERIFIED}] for one sequence, and at most {self.max_tokens} tokens in all",
-                found=f"{list(ids_1T.shape)} for {self.batch} after {self.length} tokens",
-                fix="Verify fewer tokens, or make a Decoder with more max_tokens.",
-            )
+            expected = f"[1, 1 to {VERIFIED}] for one sequence, and at most {self.max_tokens} tokens in all"
+            found = f"{list(ids_1T.shape)} for {self.batch} after {self.length} tokens"
+            fix = "Verify fewer tokens, or make a Decoder with more max_tokens."
+            raise ShapeError("verify", expected=expected, found=found, fix=fix)
         return self._feed(ids_1T, of_each=True)
 
     def compile_passes(self, tokens: int) -> None:
@@ -586,9 +567,8 @@ class Decoder:
     @broadcast_call
     @torch.inference_mode()
     def retain(self, rows: Sequence[int]) -> list[int]:
-        """Continue only the sequences in ``rows``; the last of them move into the rows that become free. Returns, for
-        each new row, the row in which its sequence was. Over a store, unused memory of keys and values goes back to the
-        system.
+        """Continue only the sequences in ``rows``; the last of them move into the rows that become free. Returns the
+        row in which each new row was. Over a store, unused memory of keys and values goes back to the system.
         """
         kept = sorted(set(rows))
         if not kept:
@@ -635,16 +615,12 @@ class Decoder:
         return bool(self._kv.states)
 
     def check_parts(self, what: str) -> None:
-        """Raises UnsupportedModelError: no part of a sequence can be taken back or kept, as recurrent states have no
-        parts.
-        """
+        """Raises UnsupportedModelError: recurrent states have no parts to take back or keep."""
         if self._kv.states:
-            raise UnsupportedModelError(
-                f"{what} of {type(self.model).__name__}",
-                expected="keys and values of each token, of which the last can be taken back",
-                found="recurrent states, which each token changes",
-                fix="Decode without drafts (prompt_lookup, assistant_model), and read prompts whole.",
-            )
+            what, found = f"{what} of {type(self.model).__name__}", "recurrent states, which each token changes"
+            expected = "keys and values of each token, of which the last can be taken back"
+            fix = "Decode without drafts (prompt_lookup, assistant_model), and read prompts whole."
+            raise UnsupportedModelError(what, expected=expected, found=found, fix=fix)
 
     def is_hooked(self) -> bool:
         hooks = (h for m in self.model.modules() for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values()))
@@ -742,9 +718,7 @@ class Decoder:
         return self._guards.renew(self.model)
 
     def may_record(self) -> bool:
-        """Whether replayed calls do all that a step does: no hooks see it, and no layer is divided with a GPU or behind
-        lazy tensors.
-        """
+        """Whether replayed calls do all that a step does: no hooks, lazy tensors, or layers divided with a GPU."""
         return not (self._divided or self._lazy or self.recorded is False or self.is_hooked())
 
     def _runner(self, ids_BT: torch.Tensor, of_each: bool) -> GraphRunner:

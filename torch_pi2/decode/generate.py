@@ -182,9 +182,8 @@ def generate(
         ids = input_ids[0].tolist()
         if drafted < max_new_tokens - 1:  # else the answer is too short for a pass
             decoder.compile_passes(drafted + 1)
-        drafts, step_ms = speculate(
-            decoder, sequence, ids, logits_V, lambda row_V: pick(row_V, None), source, Pace(counts), max_new_tokens
-        )
+        how = (lambda row_V: pick(row_V, None), source, Pace(counts), max_new_tokens)
+        drafts, step_ms = speculate(decoder, sequence, ids, logits_V, *how)
         result = Generated([sequence.tokens], [1] * len(step_ms), step_ms, prompt_ms, drafts)
     else:
         result = _continued(decoder, sequences, input_ids, sampling, max_new_tokens)
@@ -214,18 +213,18 @@ def _continued(
         batches.append(len(live))
         return zip(live, logits_BV, strict=True)
 
-    decode_loop(
-        sequences, repeat(logits_BV[0]), step, lambda sequence, logits_V: pick(logits_V, sampling, sequence.random)
-    )
+    def chosen(sequence: GeneratedSequence, logits_V: torch.Tensor) -> int:
+        return pick(logits_V, sampling, sequence.random)
+
+    decode_loop(sequences, repeat(logits_BV[0]), step, chosen)
     return Generated([sequence.tokens for sequence in sequences], batches, step_ms, prompt_ms)
 
 
 def _continuation(tokenizer: Any, prompt: list[int], tokens: list[int]) -> str:
     """Text of ``tokens``, with the space that some tokenizers put only after other words."""
     before, whole = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, prompt + tokens))
-    text = (
-        whole.removeprefix(before) if whole.startswith(before) else tokenizer.decode(tokens, skip_special_tokens=True)
-    )
+    alone = not whole.startswith(before)
+    text = tokenizer.decode(tokens, skip_special_tokens=True) if alone else whole.removeprefix(before)
     return str(text)
 
 
@@ -261,23 +260,17 @@ def _draft_tokens(
     """Maximum tokens drafted at a time; 0: no speculative decoding."""
     lookup, assisted = prompt_lookup != 0, assistant_model is not None
     if (lookup and assisted) or (draft_tokens is not None and not assisted):
-        raise ConfigError(
-            "prompt_lookup, assistant_model, draft_tokens",
-            expected="prompt_lookup, or assistant_model with or without draft_tokens",
-            found="prompt_lookup and assistant_model" if lookup and assisted else "draft_tokens without a model",
-            fix="Choose one source of drafts.",
-        )
+        expected, fix = "prompt_lookup, or assistant_model with or without draft_tokens", "Choose one source of drafts."
+        found = "prompt_lookup and assistant_model" if lookup and assisted else "draft_tokens without a model"
+        raise ConfigError("prompt_lookup, assistant_model, draft_tokens", expected=expected, found=found, fix=fix)
     drafted = prompt_lookup if lookup else 0 if not assisted else _DRAFTED if draft_tokens is None else draft_tokens
     if (lookup or assisted) and not 1 <= drafted <= MOST_DRAFTED:
         fix = "More are not verified in one pass; 3 to 5 are usual."
         argument(drafted, "prompt_lookup" if lookup else "draft_tokens", fix).wrong(f"1 to {MOST_DRAFTED}")
     if drafted and (do_sample or sequences > 1):
-        raise ConfigError(
-            "prompt_lookup" if lookup else "assistant_model",
-            expected="one greedy sequence",
-            found="do_sample=True" if do_sample else f"num_return_sequences={sequences}",
-            fix="Leave one of them out: samples and several sequences are decoded step by step.",
-        )
+        expected, found = "one greedy sequence", "do_sample=True" if do_sample else f"num_return_sequences={sequences}"
+        fix = "Leave one of them out: samples and several sequences are decoded step by step."
+        raise ConfigError("prompt_lookup" if lookup else "assistant_model", expected=expected, found=found, fix=fix)
     return drafted
 
 
@@ -285,10 +278,7 @@ def _check_decoder(decoder: Decoder, model: nn.Module, sequences: int, tokens: i
     good = decoder.model is model and decoder.logits and decoder.rows >= sequences and decoder.max_tokens >= tokens
     if not good:
         of = "this" if decoder.model is model else "another"
-        raise ConfigError(
-            "decoder",
-            expected=f"one of this model with logits, for {sequences} sequences and {tokens} tokens",
-            found=f"one of {of} model with{'' if decoder.logits else 'out'} logits, for {decoder.rows} sequences and "
-            f"{decoder.max_tokens} tokens",
-            fix="Make another, or leave it out.",
-        )
+        expected = f"one of this model with logits, for {sequences} sequences and {tokens} tokens"
+        room = f"for {decoder.rows} sequences and {decoder.max_tokens} tokens"
+        found = f"one of {of} model with{'' if decoder.logits else 'out'} logits, {room}"
+        raise ConfigError("decoder", expected=expected, found=found, fix="Make another, or leave it out.")

@@ -72,9 +72,7 @@ class _Watch:
         self._versions, self._copies = list(map(dict_version, self.dicts)), [value.copy() for value in self.lists]
         # CPython 3.11: the version is the fourth word of a dictionary; code and defaults are two words of a function
         words = [id(d) // 8 + 2 for d in self.dicts] + [id(f) // 8 + 5 + i for f in self.functions for i in (0, 1)]
-        values = self._versions + [
-            0 if value is None else id(value) for pair in self.functions.values() for value in pair
-        ]
+        values = self._versions + [0 if v is None else id(v) for pair in self.functions.values() for v in pair]
         self._words = np.array(words, dtype=np.int64)
         read = _MEMORY.take(self._words)
         self._in_words, self._read = sys.version_info < (3, 12) and read.tolist() == values, read.tobytes()
@@ -87,9 +85,8 @@ class _Watch:
         return list(map(dict_version, self.dicts)) == self._versions and self.contents_same()
 
     def contents_same(self) -> bool:
-        return self._lists_same() and all(
-            f.__code__ is code and f.__defaults__ is defaults for f, (code, defaults) in self.functions.items()
-        )
+        own = self.functions.items()
+        return self._lists_same() and all(f.__code__ is code and f.__defaults__ is given for f, (code, given) in own)
 
     def _lists_same(self) -> bool:
         try:

@@ -268,8 +268,7 @@ def check_continued(cache: Any) -> Iterator[None]:
 
 
 class KeyValues:
-    """Keys, values and recurrent states of up to ``rows`` sequences of ``max_tokens`` each, and transformers' caches
-    over them.
+    """Keys, values and states of up to ``rows`` sequences of ``max_tokens``, and transformers' caches over them.
 
     All caches are views of the same memory, which the first prompt allocates. Rows are copied but never reallocated:
     compiled code holds their addresses. States are those after all tokens of a row: none can be taken back. ``grows``:
@@ -410,10 +409,8 @@ def static_cache(model: nn.Module, max_tokens: int) -> Any:
         own = re.search(r"\b(?!EncoderDecoder|Dynamic|Static)\w+Cache\b", str(given))
         if own is not None:
             unsupported.wrong("layers that use transformers' usual caches", f"a cache of its own, {own[0]}")
-    from_ids = any(
-        hasattr(p, "create_position_ids_from_input_ids") and "position_embeddings" in p._modules
-        for p in model.modules()
-    )
+    makes_ids = [p for p in model.modules() if hasattr(p, "create_position_ids_from_input_ids")]
+    from_ids = any("position_embeddings" in p._modules for p in makes_ids)
     window = config.window_size if "local" in getattr(config, "attention_layers", ()) else max_tokens
     if from_ids or window < max_tokens:
         found = f"windows of {window} tokens that end with the cache, not with the last token (GPT-Neo)"
@@ -436,9 +433,6 @@ def static_cache(model: nn.Module, max_tokens: int) -> Any:
 
 
 def no_causal_model(model: nn.Module, found: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        type(model).__name__,
-        expected="a causal language model of transformers, whose layers use the cache that they are given",
-        found=found,
-        fix="Pass such a model, or use model.generate.",
-    )
+    what = type(model).__name__
+    expected = "a causal language model of transformers, whose layers use the cache that they are given"
+    return UnsupportedModelError(what, expected=expected, found=found, fix="Pass such a model, or use model.generate.")

@@ -36,12 +36,10 @@ def lead(model: nn.Module) -> Coordinator | None:
     """
     group = group_of(model)
     if group is None or group.coordinated:
-        raise ConfigError(
-            "lead(model)",
-            expected="a model in shards, which several processes compute and no coordinator leads yet",
-            found="one that this process computes alone" if group is None else "one that has a coordinator",
-            fix="Call it once in every process, after torch_pi2.load of a folder of shards.",
-        )
+        expected = "a model in shards, which several processes compute and no coordinator leads yet"
+        found = "one that this process computes alone" if group is None else "one that has a coordinator"
+        fix = "Call it once in every process, after torch_pi2.load of a folder of shards."
+        raise ConfigError("lead(model)", expected=expected, found=found, fix=fix)
     of_each(lambda: None)  # some of them may take long to load
     if group.rank:
         follower = _Follower(model)

@@ -48,12 +48,10 @@ def follow(model: nn.Module, plan: Plan | HardwarePlan) -> PlanController:
     hardware = plan.hardware if isinstance(plan, Plan) else plan
     layers = sparse_layers(model)
     if hardware is None or not layers:
-        raise ConfigError(
-            f"plan for {type(model).__name__}",
-            expected="a model with sparse layers, and a plan with a part for hardware",
-            found="a plan without" if layers else "a model without",
-            fix="Plan with --hardware (torch-pi2 plan)." if layers else "Call torch_pi2.optimize(model) first.",
-        )
+        what = f"plan for {type(model).__name__}"
+        expected = "a model with sparse layers, and a plan with a part for hardware"
+        fix = "Plan with --hardware (torch-pi2 plan)." if layers else "Call torch_pi2.optimize(model) first."
+        raise ConfigError(what, expected=expected, found="a plan without" if layers else "a model without", fix=fix)
     _check(layers, hardware, plan if isinstance(plan, Plan) else None)
     handle, before = ModelState.of(model) or ModelState(), controller_of(model)
     budget = handle.budget
@@ -152,8 +150,7 @@ class PlanController:
             log.warning(
                 "the plan has a cache of %.1f MiB, the model's budget one of %.1f MiB: fewer neurons than planned stay "
                 "in memory. Load it with the plan's budget, or plan for this one.",
-                planned / 2**20,
-                actual / 2**20,
+                *(planned / 2**20, actual / 2**20),
             )
 
 

@@ -37,13 +37,8 @@ class Sampling:
 
 
 def not_finite() -> NonFiniteError:
-    return NonFiniteError(
-        "logits",
-        expected="finite numbers",
-        found="NaN or infinity",
-        fix="float16 ends at 65504: load the model in bfloat16 or float32 (dtype=..., --dtype). Elsewhere its weights "
-        "are damaged.",
-    )
+    fix = "float16 ends at 65504: load the model in bfloat16 or float32 (dtype=...); else its weights are damaged."
+    return NonFiniteError("logits", expected="finite numbers", found="NaN or infinity", fix=fix)
 
 
 def pick(logits_V: torch.Tensor, sampling: Sampling | None, generator: torch.Generator | None = None) -> int:
@@ -71,9 +66,8 @@ def end_tokens(model: Any, given: int | list[int] | None, tokenizer: Any = None)
     """Tokens that end a sequence: those ``given``, or the model's and those of ``tokenizer`` and its chat template."""
     if given is not None:
         return _ids(given)
-    own, other = (
-        _ids(getattr(getattr(model, name, None), "eos_token_id", None)) for name in ("generation_config", "config")
-    )
+    configs = (getattr(model, name, None) for name in ("generation_config", "config"))
+    own, other = (_ids(getattr(config, "eos_token_id", None)) for config in configs)
     ends, added = own or other, added_tokens(tokenizer)
     # a configuration that names none has its class's, which may be a word of this tokenizer
     return ends | (other & set(added)) | _ids(getattr(tokenizer, "eos_token_id", None)) | _closing(tokenizer, added)
@@ -109,8 +103,7 @@ def hidden_tokens(tokenizer: Any, ends: Collection[int] = ()) -> set[int]:
 
 
 class GeneratedSequence:
-    """A sequence that is being generated: its ``tokens`` so far, ``ended`` ("eos", "length", or None while it
-    continues).
+    """A sequence being generated: its ``tokens`` so far, ``ended`` ("eos", "length", or None until then).
 
     Args:
         seed: ``seed + number`` seeds its generator ``random``. limit: maximum number of tokens. ends: tokens that end
@@ -118,12 +111,7 @@ class GeneratedSequence:
     """
 
     def __init__(
-        self,
-        number: int,
-        seed: int,
-        limit: int,
-        ends: Collection[int],
-        streamer: Callable[[int, int], object] | None = None,
+        self, number: int, seed: int, limit: int, ends: Collection[int], streamer: Callable | None = None
     ) -> None:
         self.number, self.random = number, torch.Generator().manual_seed(seed + number)
         self.tokens: list[int] = []
@@ -204,11 +192,7 @@ class TextStream:
     """
 
     def __init__(
-        self,
-        tokenizer: Any,
-        stops: Sequence[str] = (),
-        hidden: Collection[int] | None = None,
-        before: Sequence[int] = (),
+        self, tokenizer: Any, stops: Sequence[str] = (), hidden: Collection | None = None, before: Sequence[int] = ()
     ) -> None:
         self._tokenizer, self._stops = tokenizer, StopStrings(stops)
         self._hidden = hidden_tokens(tokenizer) if hidden is None else hidden

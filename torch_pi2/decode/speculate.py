@@ -29,8 +29,7 @@ MOST_DRAFTED = VERIFIED - 1
 @dataclass(frozen=True)
 class Drafts:
     """Statistics of drafts: tokens ``drafted`` and verified, and ``accepted``; ``passes``: forwards that verified
-    drafts, the others being plain steps; ``switched_off``: drafting was paused at the end, as it did not pay
-    (:class:`Pace`).
+    drafts, the others being plain steps; ``switched_off``: drafting had been paused (:class:`Pace`).
     """
 
     drafted: int
@@ -79,8 +78,7 @@ class PromptLookup:
 
 class Assistant:
     """Drafts with a smaller causal language model of the same vocabulary, up to its ``max_position_embeddings``, for
-    the model ``of``. Raises ConfigError: another vocabulary, no head for it, or no weights. UnsupportedModelError: no
-    Decoder.
+    the model ``of``. Raises ConfigError: another vocabulary, no head or weights. UnsupportedModelError: no Decoder.
     """
 
     def __init__(self, model: nn.Module, of: nn.Module, max_tokens: int, compiled: bool) -> None:

@@ -56,8 +56,7 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 
 def captured(run: Forward, ids_BT: torch.Tensor) -> Forward:
     """``run`` for ids of this shape as one CUDA graph; ``run`` itself if it cannot be captured or is not on a GPU. It
-    must have run before (kernels are loaded), and use the same memory each time except for the ids. A capture computes
-    nothing.
+    must have run before, and use the same memory each time except for the ids. A capture computes nothing.
     """
     if not on_gpu(ids_BT):
         return run
@@ -308,9 +307,7 @@ class _Recorder(TorchFunctionMode):
         self._alive: list[torch.Tensor] = [ids_BT]  # so that no other tensor gets the id of one of these
         self.failed = False
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not (self.failed or type(result) in _SIZES):
             try:

@@ -179,9 +179,8 @@ class Translation:
     def _leave_to_pytorch(self, position: int, call: Call) -> None:
         """Before the program under way; after it, if it needs or changes what that has made or used."""
         changes = _changes(call[0])
-        touches = not self._touched(call).isdisjoint(
-            self._now.made.keys() | (self._now.used if changes else self._now.written)
-        )
+        others = self._now.made.keys() | (self._now.used if changes else self._now.written)
+        touches = not self._touched(call).isdisjoint(others)
         if touches and not changes:  # what does not need it can still be in the program
             self._later.append(call)
             self._waiting |= {id(self.root(tensor)) for tensor in _tensors(call[3])}
@@ -395,9 +394,7 @@ def _instructions(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], resu
     raise _Unknown
 
 
-def _binary(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor, given: list[torch.Tensor]
-) -> _Instruction:
+def _binary(func: Any, args: Any, kwargs: Any, result: torch.Tensor, given: list[torch.Tensor]) -> _Instruction:
     op, (a, b) = _BINARY[func], args
     types = {tensor.dtype for tensor in given}
     if op in ("less", "less_equal", "and"):

@@ -190,14 +190,10 @@ def follow(group: Group, make: Callable[[Call], object], forget: Callable[[Seque
     try:
         while (call := _unpacked(channel.receive())).name != _END:
             if call.raised != bool(refused):
-                raise GroupError(
-                    f"call of process 0 in process {group.rank}",
-                    expected="the same result in all processes",
-                    found=f"that only this process refused it: {refused[0]}"
-                    if refused
-                    else "that it failed only there",
-                    fix="Read what process 0 reports, and start all processes again.",
-                )
+                what = f"call of process 0 in process {group.rank}"
+                found = f"that only this process refused it: {refused[0]}" if refused else "that it failed only there"
+                fix = "Read what process 0 reports, and start all processes again."
+                raise GroupError(what, expected="the same result in all processes", found=found, fix=fix)
             refused = []
             forget(call.gone)
             try:
@@ -227,18 +223,13 @@ def _packed(call: Call) -> torch.Tensor:
             return [plain(part) for part in value]
         if value is None or type(value) in (bool, int, float, str):
             return value
-        raise ConfigError(
-            f"{call.name}(...) of a model that several processes compute",
-            expected="numbers, text and tensors, which can be sent to the others",
-            found=f"a {type(value).__name__}",
-            fix="Leave it out. A Decoder has a KV cache of its own.",
-        )
+        what = f"{call.name}(...) of a model that several processes compute"
+        expected = "numbers, text and tensors, which can be sent to the others"
+        fix = "Leave it out. A Decoder has a KV cache of its own."
+        raise ConfigError(what, expected=expected, found=f"a {type(value).__name__}", fix=fix)
 
-    message = {
-        **vars(call),
-        "args": plain(call.args),
-        "kwargs": {name: plain(value) for name, value in call.kwargs.items()},
-    }
+    kwargs = {name: plain(value) for name, value in call.kwargs.items()}
+    message = {**vars(call), "args": plain(call.args), "kwargs": kwargs}
     text = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
     size = torch.tensor([len(text)], dtype=torch.int64, device="cpu").view(torch.uint8)
     return torch.cat([size, text, *(tensor.view(-1).view(torch.uint8) for tensor in tensors)])

@@ -51,12 +51,9 @@ def of_each(make: Callable[[], Result]) -> list[Result]:
     try:
         dist.all_gather_object(found, (result, None if own is None else _as_message(own)))
     except RuntimeError as error:
-        raise own or Pi2Error(
-            f"{len(found)} processes that load one model",
-            expected="an answer of each",
-            found=f"none of one of them ({error})",
-            fix="See what the others say; a process that is killed has often taken more memory than there is.",
-        ) from error
+        what, none = f"{len(found)} processes that load one model", f"none of one of them ({error})"
+        fix = "See what the others say; a process that is killed has often taken more memory than there is."
+        raise own or Pi2Error(what, expected="an answer of each", found=none, fix=fix) from error
     if own is not None:
         raise own
     for _, message in found:
@@ -146,16 +143,13 @@ class Group:
     @contextmanager
     def together(self) -> Iterator[None]:
         """The block is executed by all processes. After a failure the group refuses to compute, because the others
-        would misread later messages. Raises GroupError: the group has failed before, or another process has ended,
-        hangs, or has failed.
+        would misread later messages. Raises GroupError: the group or another process failed, ended or hangs.
         """
         if self._failed is not None:
-            raise GroupError(
-                f"process {self.rank} of {self.size} that compute one model",
-                expected="a group of which no process has failed",
-                found=f"that {type(self._failed).__name__} was raised before",
-                fix="See what it said, and start all of them again.",
-            )
+            what = f"process {self.rank} of {self.size} that compute one model"
+            expected = "a group of which no process has failed"
+            found = f"that {type(self._failed).__name__} was raised before"
+            raise GroupError(what, expected=expected, found=found, fix="See what it said, and start all of them again.")
         try:
             yield
         except BaseException as error:
@@ -194,12 +188,10 @@ class Group:
         return self._lost(*self._culprit())
 
     def _lost(self, who: str, message: str) -> GroupError:
-        return GroupError(
-            f"{self.size} processes that compute one model (this is {self.rank})",
-            expected=f"an answer of each within {self.timeout_s:g} s",
-            found=f"none of {who}" + (f", which says: {message}" if message else ""),
-            fix="See what it says; what is killed has often taken more memory than there is. Start all of them again.",
-        )
+        what = f"{self.size} processes that compute one model (this is {self.rank})"
+        found = f"none of {who}" + (f", which says: {message}" if message else "")
+        fix = "See what it says; what is killed has often taken more memory than there is. Start all of them again."
+        return GroupError(what, expected=f"an answer of each within {self.timeout_s:g} s", found=found, fix=fix)
 
     def _culprit(self) -> tuple[str, str]:
         """The lost processes, with the error that they published, if any; this process if there is no other."""

@@ -48,13 +48,11 @@ def _check_group(what: str, ranks: int) -> int:
     grouped = dist.is_available() and dist.is_initialized()
     size = dist.get_world_size() if grouped else 1
     if size != ranks:
-        raise ConfigError(
-            what,
-            expected=f"a group of {ranks} processes, one for each shard",
-            found=f"{size} processes" if grouped else "a process that is in no group",
-            fix=f"Start it with torchrun --nproc-per-node {ranks} (or --nnodes), and call "
-            'torch.distributed.init_process_group("gloo"); or make other shards with torch-pi2 pack --ranks.',
-        )
+        found, call = f"{size} processes" if grouped else "a process that is in no group", 'init_process_group("gloo")'
+        start = f"Start it with torchrun --nproc-per-node {ranks} (or --nnodes), and call torch.distributed.{call}"
+        expected = f"a group of {ranks} processes, one for each shard"
+        fix = f"{start}; or make other shards with torch-pi2 pack --ranks."
+        raise ConfigError(what, expected=expected, found=found, fix=fix)
     return dist.get_rank()
 
 

@@ -120,12 +120,9 @@ class _RemoteBlock:
             return super().__getattr__(name)  # type: ignore[misc]
         except AttributeError as error:
             kind, number = type(self), type(self).__dict__.get("number")
-            raise _unsupported(
-                f"{kind.__name__} in stages",
-                "decoder blocks that only their own code looks into",
-                f"code that asks for {name!r} of block {number}, which has no modules in this process",
-                _LooksInside,
-            ) from error
+            expected = "decoder blocks that only their own code looks into"
+            found = f"code that asks for {name!r} of block {number}, which has no modules in this process"
+            raise _unsupported(f"{kind.__name__} in stages", expected, found, _LooksInside) from error
 
 
 def _count_tokens(cache: Any, number: int, count: int, hidden_states: torch.Tensor) -> None:
@@ -135,11 +132,9 @@ def _count_tokens(cache: Any, number: int, count: int, hidden_states: torch.Tens
     cache = getattr(cache, "self_attention_cache", cache)
     layers = getattr(cache, "layers", None)
     if layers is None or len(layers) > count or hidden_states.dim() != 3:
-        raise _unsupported(
-            f"{type(cache).__name__} of a model in stages",
-            f"a layer for each of {count} decoder blocks, with hidden states [batch, tokens, hidden]",
-            "a cache without layers" if layers is None else f"{len(layers)} layers and {list(hidden_states.shape)}",
-        )
+        expected = f"a layer for each of {count} decoder blocks, with hidden states [batch, tokens, hidden]"
+        found = "a cache without layers" if layers is None else f"{len(layers)} layers and {list(hidden_states.shape)}"
+        raise _unsupported(f"{type(cache).__name__} of a model in stages", expected, found)
     batch, tokens = hidden_states.shape[:2]
     state = layers[number] if number < len(layers) else None
     for part in range(getattr(state, "number_of_states", 0)):  # linear attention
@@ -179,10 +174,8 @@ class _LastRankHead:
             with torch._C.DisableTorchFunction():  # not part of a step that is being recorded
                 wrong = bool(y.isnan().all())
             if wrong:
-                raise _unsupported(
-                    "a model in stages",
-                    "hidden states that only pass from one decoder block to the next",
-                    "code outside of blocks that uses those of several: logits are NaN",
-                )
+                expected = "hidden states that only pass from one decoder block to the next"
+                found = "code outside of blocks that uses those of several: logits are NaN"
+                raise _unsupported("a model in stages", expected, found)
             self.group.logits_checked = True
         return self.group.broadcast(y, last)

@@ -41,16 +41,14 @@ def partition_neurons(plan: Plan, ranks: int, shares: Sequence[float] | None = N
     """
     weights = _normalised(ranks, shares)
     chunks = {layer.site.key: _chunks(layer, weights) for layer in plan.layers}
-    return [
-        Shard(rank, ranks, {y.site.key: ShardLayer(y.site.intermediate, chunks[y.site.key][rank]) for y in plan.layers})
-        for rank in range(ranks)
-    ]
+    sizes = {y.site.key: y.site.intermediate for y in plan.layers}
+    parts = ({key: ShardLayer(n, chunks[key][rank]) for key, n in sizes.items()} for rank in range(ranks))
+    return [Shard(rank, ranks, part) for rank, part in enumerate(parts)]
 
 
 def partition_layers(plan: Plan, ranks: int, shares: Sequence[float] | None = None) -> list[Shard]:
     """The stage of each of ``ranks`` machines: consecutive decoder blocks, with its share of the neurons' weights.
-    Raises ConfigError: as :func:`partition_neurons`; or the layers are not in one sequence of blocks, or there are too
-    few.
+    Raises ConfigError: as :func:`partition_neurons`; or too few layers, or not one sequence of blocks.
     """
     weights = _normalised(ranks, shares)
     sizes: dict[str, int] = {}

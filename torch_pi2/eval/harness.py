@@ -36,12 +36,9 @@ def harness(
             which only affects decoding, so that no task would show it.
     """
     if leaves_out(model):
-        raise ConfigError(
-            "lm-eval",
-            expected="a model that computes prompts as it decodes",
-            found="OffloadConfig.miss_margin or drop_experts, which only apply to decoding",
-            fix="Use bits_per_byte, which gives it one token at a time.",
-        )
+        found = "OffloadConfig.miss_margin or drop_experts, which only apply to decoding"
+        expected, fix = "a model that computes prompts as it decodes", "Use bits_per_byte, one token at a time."
+        raise ConfigError("lm-eval", expected=expected, found=found, fix=fix)
     with needed("lm_eval", "eval"):
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
@@ -81,12 +78,10 @@ def _loaded(tasks: Sequence[str]) -> list[Any]:
             if not found:
                 raise ValueError("no task in it")
         except Exception as error:  # lm-eval, datasets and the Hub raise many types
-            raise ConfigError(
-                f"lm-eval's task {task}",
-                expected="a name that it knows, or a YAML file, with data in files or in the cache of datasets",
-                found=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
-                fix="Nothing is downloaded here: run it once with lm-eval's own command, or correct its file.",
-            ) from error
+            expected = "a name that it knows, or a YAML file, with data in files or in the cache of datasets"
+            said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            fix = "Nothing is downloaded here: run it once with lm-eval's own command, or correct its file."
+            raise ConfigError(f"lm-eval's task {task}", expected=expected, found=said, fix=fix) from error
         loaded += found.values()
     return loaded
 

@@ -24,8 +24,7 @@ from torch_pi2.store.trust import tokenizer_of
 @dataclass(frozen=True)
 class LossReport:
     """Loss of a model on a text, over ``tokens`` scored ones: mean negative log likelihood in nats; the same in bits
-    over the UTF-8 ``bytes`` of exactly those tokens; and ``perplexity``, ``exp(nats_per_token)``, which depends on the
-    tokenizer.
+    over the UTF-8 ``bytes`` of exactly those tokens; and ``perplexity``, ``exp(nats_per_token)``.
     """
 
     nats_per_token: float
@@ -185,13 +184,8 @@ def bits_per_byte(
     batches = _windows(scored, window, batch_size)
     total, count = _summed_nats(model, bar(batches, "evaluating", progress, unit="batch"), scored.context)
     nats = total / count
-    return LossReport(
-        nats_per_token=nats,
-        bits_per_byte=total / math.log(2) / scored.text_bytes,
-        perplexity=math.exp(min(nats, 700.0)),
-        tokens=count,
-        bytes=scored.text_bytes,
-    )
+    bits, perplexity, size = total / math.log(2) / scored.text_bytes, math.exp(min(nats, 700.0)), scored.text_bytes
+    return LossReport(nats_per_token=nats, bits_per_byte=bits, perplexity=perplexity, tokens=count, bytes=size)
 
 
 def paired_loss(

@@ -99,8 +99,7 @@ def time_decode(
     rounds: int = 5,
     ffn_modules: Iterable[str] = (),
 ) -> list[DecodeTiming]:
-    """Decoding speed of each of ``models`` (of transformers, optimised or not, or decoders of them), in alternating
-    rounds.
+    """Decoding speed of each of ``models`` (of transformers, or decoders), in alternating rounds.
 
     Args:
         input_ids: int64 ``[B, T]`` prompt, processed before the clock starts. new_tokens: decoding steps per round.

@@ -124,9 +124,7 @@ def weight_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in (*folder.glob("model*.safetensors"), *inner) if path.is_file())
 
 
-def text_or_random(
-    model: Any, folder: Path, seed: int, trust_remote_code: bool
-) -> tuple[str, Callable[[int], torch.Tensor]]:
+def text_or_random(model: Any, folder: Path, seed: int, trust_remote_code: bool) -> tuple[str, Callable]:
     """Input for timing a model, as greedy text repeats itself: its description (held-out text if ``folder`` has a
     tokenizer for its vocabulary and weights are not random, else random ids), and a function of T that draws the next
     int64 ``[1, T]``.

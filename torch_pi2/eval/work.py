@@ -14,8 +14,7 @@ from torch_pi2.observe import counters
 class Work:
     """Counted in (token, neuron) pairs over all sparse FFNs; shares are None if none ran. ``neurons``: pairs that a
     dense model would compute. ``gate_rows``, ``up_rows``, ``down_rows``: pairs whose first matrix row (gate, or up in a
-    plain FFN), up row in a gated FFN and down column were used. ``dense_rows``: matrix rows that a dense model would
-    use.
+    plain FFN), up row in a gated FFN and down column were used. ``dense_rows``: rows of a dense model.
     """
 
     neurons: int = 0

@@ -27,7 +27,6 @@ from torch_pi2.export.settings import ExportSettings, check_bundle_folder, check
 from torch_pi2.export.store import NO_STORE, StoreFacts, blob_of, write_store
 from torch_pi2.export.text import write_chat
 from torch_pi2.layers.experts import SparseExperts
-from torch_pi2.layers.of_model import SparseLayer
 from torch_pi2.ops.activations import check_plain, norm
 from torch_pi2.rewrite.state import get_state
 
@@ -60,8 +59,7 @@ def export(
     """Write an optimised ``model`` as a bundle: ``model.pte``, ``model.pi2``, tokenizer and ``manifest.json``.
 
     Feed-forward layers become calls of our delegate, with all of their weights in the store ``model.pi2``; everything
-    else goes to XNNPACK. ``model`` is not modified. An earlier bundle in ``folder`` is replaced once the new one is
-    complete.
+    else goes to XNNPACK. ``model`` is not modified. An earlier bundle is replaced at the end.
 
     Args:
         model: from :func:`torch_pi2.optimize` or :func:`torch_pi2.load`, in memory or over a store. A Hugging Face
@@ -126,12 +124,7 @@ def export(
 
 
 def _check_model(
-    model: nn.Module,
-    layers: Sequence[SparseLayer],
-    settings: ExportSettings,
-    decoder: bool,
-    has_example: bool,
-    dynamic_shapes: Any,
+    model: nn.Module, layers: Sequence, settings: ExportSettings, decoder: bool, has_example: bool, dynamic_shapes: Any
 ) -> None:
     what = f"export of {type(model).__name__}"
     if dynamic_shapes is not None and not has_example:
@@ -159,14 +152,11 @@ def _check_model(
         )
     mixtures = [layer.site.key for layer in layers if isinstance(layer, SparseExperts)]
     if mixtures or not layers:
-        raise UnsupportedModelError(
-            f"{what} with hot parts",
-            expected="feed-forward layers without experts",
-            found=f"{len(mixtures)} mixtures of experts ({mixtures[0]})" if mixtures else "none",
-            fix="Export with target='xnnpack' and without hot: the CPU computes experts."
-            if mixtures
-            else "Import the file with neurons='all', or export with target='xnnpack' and without hot.",
-        )
+        found = f"{len(mixtures)} mixtures of experts ({mixtures[0]})" if mixtures else "none"
+        fix = "Import the file with neurons='all', or export with target='xnnpack' and without hot."
+        fix = "Export with target='xnnpack' and without hot: the CPU computes experts." if mixtures else fix
+        expected = "feed-forward layers without experts"
+        raise UnsupportedModelError(f"{what} with hot parts", expected=expected, found=found, fix=fix)
 
 
 def _write_program(

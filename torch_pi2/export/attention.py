@@ -258,14 +258,12 @@ def _attention(
     window = _window(module, config, index, sliding_window, layer.tokens)
     layer.caller, layer.window = module, window
     widths = query.shape[-1], value.shape[-1]  # the cache has one width for keys and values
-    query, key, value = (
-        F.pad(x, (0, max(widths) - x.shape[-1])) if len({*widths}) > 1 else x for x in (query, key, value)
-    )
+    if len({*widths}) > 1:
+        query, key, value = (F.pad(x, (0, max(widths) - x.shape[-1])) for x in (query, key, value))
     scale = float(widths[0] ** -0.5 if scaling is None else scaling)
     settings = (scale, window, float(softcap or 0), None if s_aux is None else s_aux.float())
-    y: torch.Tensor = torch.ops.pi2.cached_attention(
-        query, key, value, layer.rows_BT, layer.keys, layer.values, *settings
-    )
+    cache = (layer.rows_BT, layer.keys, layer.values)
+    y: torch.Tensor = torch.ops.pi2.cached_attention(query, key, value, *cache, *settings)
     return y[..., : widths[1]]
 
 
@@ -275,19 +273,14 @@ def _window(module: nn.Module, config: Any, layer: int, called_with: int | None,
     slides = kinds[layer] == "sliding_attention" if kinds else getattr(config, "use_sliding_window", True)
     by_config, by_call = (w if w < tokens else 0 for w in (width if slides else 0, called_with or 0))
     if by_config != by_call and not (kinds and by_call == 0):
-        raise _unsupported(
-            module, f"a window of {by_call or 'all'} tokens, and {by_config or 'all'} in its configuration"
-        )
+        raise _unsupported(module, f"a window of {by_call or 'all'} tokens, but {by_config or 'all'} in its config")
     return by_config
 
 
 def _unsupported(module: nn.Module, found: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"export of {type(module).__name__}",
-        expected="attention of scores, a window and softmax, of the keys that its cache gives",
-        found=found,
-        fix="Run it with PyTorch; this attention is not in the exporter yet.",
-    )
+    expected = "attention of scores, a window and softmax, of the keys that its cache gives"
+    fix = "Run it with PyTorch; this attention is not in the exporter yet."
+    return UnsupportedModelError(f"export of {type(module).__name__}", expected=expected, found=found, fix=fix)
 
 
 def _fixed(kind: Any) -> Any:

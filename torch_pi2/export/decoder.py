@@ -83,9 +83,8 @@ class Lanes(nn.Module):
 
     def floats(self, lane: int, tokens: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a lane's first tokens in a layer, float32 ``[tokens, KV heads, width]``."""
-        keys, values = (
-            unpacked(rows[:tokens])[..., :width] for rows, width in zip(self.lane(lane)[layer], self._widths[layer])
-        )
+        held = zip(self.lane(lane)[layer], self._widths[layer])
+        keys, values = (unpacked(rows[:tokens])[..., :width] for rows, width in held)
         return keys, values
 
     def forget(self) -> None:
@@ -94,12 +93,7 @@ class Lanes(nn.Module):
             cache.zero_()
 
     def run(
-        self,
-        ids_BT: torch.Tensor,
-        positions_BT: torch.Tensor,
-        lane_B: torch.Tensor,
-        select: Select,
-        last: torch.Tensor | int = 1,
+        self, ids_BT: torch.Tensor, positions_BT: torch.Tensor, lane_B: torch.Tensor, select: Select, last: Any = 1
     ) -> Any:
         """Logits ``[B, 1, V]`` of the last tokens, or of those at ``last [1]``; ``select``: takes lanes of a cache."""
         from transformers.cache_utils import Cache
@@ -282,9 +276,8 @@ class _Traced:
         """Logits ``[V]`` after a prompt that starts at ``position``."""
         start = self.lane * self.lanes.max_tokens + position
         pieces = ids_1T.split(self.max_prompt, 1)
-        logits = [
-            self._forward(x.contiguous(), torch.tensor([start + i * self.max_prompt])) for i, x in enumerate(pieces)
-        ]
+        starts = [torch.tensor([start + i * self.max_prompt]) for i in range(len(pieces))]
+        logits = [self._forward(x.contiguous(), at) for x, at in zip(pieces, starts)]
         return logits[-1][0, -1]
 
     def step(self, id_11: torch.Tensor, position: int) -> torch.Tensor:

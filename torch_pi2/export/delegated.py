@@ -105,16 +105,9 @@ def cold_part(ffn: SparseFFN, x: torch.Tensor, first: int) -> torch.Tensor:
     if ffn.has_predictor and not (takes_prompt_path(ffn, x) or skips_predictor(ffn, x)):
         active_TC = ffn.predict(x)[..., max(0, first - ffn.n_hot) :].contiguous()
     gate, up, thresholds = (None if b is None else b[first:] for b in (ffn.bias_gate, ffn.bias_up, ffn.thresholds))
-    return torch.ops.pi2.sparse_ffn(
-        x,
-        rows_of(ffn, first, site.intermediate).contiguous(),
-        gate,
-        up,
-        ffn.bias_down,
-        active_TC,
-        *ffn.settings(max(0, ffn.n_hot - first), ffn.threshold)[:-1],
-        thresholds,
-    )
+    rows = rows_of(ffn, first, site.intermediate).contiguous()
+    settings = ffn.settings(max(0, ffn.n_hot - first), ffn.threshold)
+    return torch.ops.pi2.sparse_ffn(x, rows, gate, up, ffn.bias_down, active_TC, *settings[:-1], thresholds)
 
 
 class DelegatedFFN(nn.Module):
@@ -166,12 +159,9 @@ def exported_layers(model: nn.Module) -> list[SparseLayer]:
         argument(model, what, fix).wrong("a model with all of its neurons", "a shard of one, of several processes")
     lazy = [part.ffn.site.key for _, part in replacements(model) if isinstance(part, LazyDown)]
     if lazy:
-        raise UnsupportedModelError(
-            what,
-            expected="FFNs that are modules, or chains of modules",
-            found=f"{len(lazy)} whose activation is code of a bigger block ({', '.join(lazy[:3])})",
-            fix="Move each FFN with its activation into a module of its own, and optimise the model again.",
-        )
+        found = f"{len(lazy)} whose activation is code of a bigger block ({', '.join(lazy[:3])})"
+        fix = "Move each FFN with its activation into a module of its own, and optimise the model again."
+        raise UnsupportedModelError(what, expected="FFNs that are modules, or chains of modules", found=found, fix=fix)
     return sorted(homes(model), key=lambda layer: layer.site.layer)
 
 

@@ -45,24 +45,17 @@ _TOKENIZER_READ, _TOKENIZER_KEPT = 8, 4
 
 
 def manifest_of(
-    source: Source,
-    settings: ExportSettings,
-    facts: StoreFacts,
-    staging: Path,
-    methods: Methods,
-    planned: tuple[int, int],
+    source: Source, settings: ExportSettings, facts: StoreFacts, staging: Path, methods: Methods, planned: Any
 ) -> Manifest:
     """The manifest of the files in ``staging``; ``planned``: bytes of ExecuTorch's arena and XNNPACK's workspace."""
     model, layers, decoder, files = source.model, source.layers, source.decoder, describe_files(staging)
     config: Any = getattr(model, "config", None)
     text: Any = config.get_text_config(decoder=True) if decoder or not layers else None
     fixed = {"forward": (1, settings.forward_tokens if decoder else 1), "fork": (1, 1)}
-    entries = {
-        name: MethodEntry(
-            name.partition("_")[0], *(fixed.get(name) or sizes_of(name)), tuple(methods.chunks.get(name, ()))
-        )
-        for name in methods.specs
-    }
+    entries = {}
+    for name in methods.specs:
+        chunks, sizes = tuple(methods.chunks.get(name, ())), fixed.get(name) or sizes_of(name)
+        entries[name] = MethodEntry(name.partition("_")[0], *sizes, chunks)
     plan = source.parts.plan
     chosen = chosen_shares(config, [layer.site for layer in plan.layers])
     return Manifest(
@@ -245,7 +238,6 @@ def _bytes(program: Any, program_bytes: int, whole: int) -> dict[str, Any]:
             seen.add(place.index)
             count = sizes[place.index]
         parts["delegates"][delegate.id] = parts["delegates"].get(delegate.id, 0) + count
-    parts["padding"] = (
-        whole - sum(parts[n] for n in ("program", "constants", "mutable", "named")) - sum(parts["delegates"].values())
-    )
+    known = sum(parts[name] for name in ("program", "constants", "mutable", "named"))
+    parts["padding"] = whole - known - sum(parts["delegates"].values())
     return parts

@@ -34,8 +34,7 @@ _library: ctypes.CDLL | None = None
 
 def load_library() -> ctypes.CDLL:
     """Load our backend (``csrc/include/pi2/executorch.h``) into ExecuTorch's Python runtime, once, so that it runs a
-    ``.pte`` of torch_pi2. Raises LibraryMissingError: no executorch, or no library built for it. VersionError: another
-    version.
+    ``.pte`` of torch_pi2. Raises LibraryMissingError: no executorch, or no library for it. VersionError: another.
     """
     global _library
     with _lock:
@@ -47,12 +46,9 @@ def load_library() -> ctypes.CDLL:
                 importlib.import_module("executorch.extension.pybindings.portable_lib")
                 loaded = ctypes.CDLL(str(path))
             except (ImportError, OSError) as error:
-                raise LibraryMissingError(
-                    f"loading {path}",
-                    expected=f"executorch {EXECUTORCH} as it was installed, and a library built for it",
-                    found=str(error),
-                    fix="Install executorch again, then this package: 'make clean install' in a checkout.",
-                ) from error
+                expected = f"executorch {EXECUTORCH} as it was installed, and a library built for it"
+                fix = "Install executorch again, then this package: 'make clean install' in a checkout."
+                raise LibraryMissingError(f"loading {path}", expected=expected, found=str(error), fix=fix) from error
             loaded.pi2_et_set.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
             loaded.pi2_et_error.restype = ctypes.c_char_p
             loaded.pi2_et_stats.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int]

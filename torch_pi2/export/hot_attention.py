@@ -327,12 +327,9 @@ def attention_calls(lanes: Lanes, dtype: torch.dtype | None = None) -> list[Atte
 
 
 def _refused(model: nn.Module, found: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"attention of {type(model).__name__} on an accelerator",
-        expected="attention of transformers, of states, positions and a cache",
-        found=found,
-        fix="Export with hot_attention='none'.",
-    )
+    what = f"attention of {type(model).__name__} on an accelerator"
+    expected = "attention of transformers, of states, positions and a cache"
+    return UnsupportedModelError(what, expected=expected, found=found, fix="Export with hot_attention='none'.")
 
 
 #: The attention calls of a decoder's layers; and method -> name -> part on the accelerator, empty: on the CPU.

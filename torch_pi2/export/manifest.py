@@ -258,18 +258,16 @@ def _check_file(path: Path, entry: FileEntry, what: str, progress: Any = None) -
         if what == "sizes":
             size = path.stat().st_size if path.is_file() else None
             if size != entry.bytes:
-                said = (
-                    "no such file" if size is None else f"{size} bytes" + (": it is cut" if size < entry.bytes else "")
-                )
+                cut = ": it is cut" if size is not None and size < entry.bytes else ""
+                said = "no such file" if size is None else f"{size} bytes{cut}"
                 raise differs(f"{entry.bytes} bytes", said)
             return
         whole = what == "all"
         found = FileEntry.of(path, progress) if whole else FileEntry(*crc32c_of_file(path, progress), entry.sha256)
     except OSError as error:
         fix = "Check its permissions."
-        raise ArtifactError(
-            str(path), expected="a file that can be read", found=error.strerror or str(error), fix=fix
-        ) from error
+        why = error.strerror or str(error)
+        raise ArtifactError(str(path), expected="a file that can be read", found=why, fix=fix) from error
     if found != entry:
         raise differs(sums(entry), f"{sums(found)}: it was changed or damaged")
 

@@ -122,9 +122,7 @@ def decoder_methods_of(
     return Methods(specs, chunks, bool(accelerated.attention), check)
 
 
-def module_methods(
-    model: nn.Module, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None, dynamic_shapes: Any
-) -> Methods:
+def module_methods(model: nn.Module, args: Sequence | None, kwargs: Mapping | None, dynamic_shapes: Any) -> Methods:
     """``forward`` of another module, traced with example inputs."""
 
     def in_float32(value: Any) -> Any:
@@ -143,14 +141,9 @@ def chunks_of(source: Source, settings: ExportSettings) -> dict[str, list[int]]:
         return {}
     prompts = hot_prompts(source.ffns, settings)
     plan = source.parts.plan
-    per_batch = chunks_per_batch(
-        source.ffns,
-        settings.batches,
-        source.parts.stats,
-        settings.hot,
-        hot_frequency=plan.made_by.get("config", {}).get("hot_frequency", Config().hot_frequency),
-        hardware=plan.hardware,
-    )
+    cut = plan.made_by.get("config", {}).get("hot_frequency", Config().hot_frequency)
+    asked = (source.ffns, settings.batches, source.parts.stats, settings.hot)
+    per_batch = chunks_per_batch(*asked, hot_frequency=cut, hardware=plan.hardware)
     chunks = {f"decode_b{batch}": per_batch[batch] for batch in settings.batches}
     for method, counts in chunks.items():
         check_npu_memory(source.ffns, settings, method, counts)
@@ -162,12 +155,11 @@ def check_npu_memory(layers: Sequence[SparseFFN], settings: ExportSettings, meth
     """Raises ConfigError: the NPU's memory does not hold these chunks."""
     if (size := _ffn_bytes(layers, settings, chunks)) > MOST_BYTES:
         neurons = [min(count * CHUNK, ffn.site.intermediate) for count, ffn in zip(chunks, layers)]
-        raise ConfigError(
-            f"hot neurons of {len(layers)} layers, graph {method}, for {settings.soc}",
-            expected=f"at most {MOST_BYTES >> 20} MiB of weights, which an NPU can have",
-            found=f"{size >> 20} MiB in {settings.precision} ({min(neurons)} to {max(neurons)} neurons of a layer)",
-            fix="Pass fewer chunks (hot), no hot_prompts, or for fewer bits a weight precision='w4a16', blocks=32.",
-        )
+        what = f"hot neurons of {len(layers)} layers, graph {method}, for {settings.soc}"
+        expected = f"at most {MOST_BYTES >> 20} MiB of weights, which an NPU can have"
+        found = f"{size >> 20} MiB in {settings.precision} ({min(neurons)} to {max(neurons)} neurons of a layer)"
+        fix = "Pass fewer chunks (hot), no hot_prompts, or for fewer bits a weight precision='w4a16', blocks=32."
+        raise ConfigError(what, expected=expected, found=found, fix=fix)
 
 
 def hot_prompts(layers: Sequence[SparseFFN], settings: ExportSettings) -> tuple[int, ...]:
@@ -247,12 +239,10 @@ def _calibration(source: Source, settings: ExportSettings) -> Sequence[Batch]:
     if settings.soc is None or settings.precision == "fp16":
         return ()
     if source.calibration is None:
-        raise CalibrationError(
-            f"export(target='{settings.target}', precision='{settings.precision}')",
-            expected="calibration data, on which the inputs of hot parts are observed",
-            found="none",
-            fix="Pass calibration=text (and tokenizer=...), or precision='fp16'.",
-        )
+        what = f"export(target='{settings.target}', precision='{settings.precision}')"
+        expected = "calibration data, on which the inputs of hot parts are observed"
+        fix = "Pass calibration=text (and tokenizer=...), or precision='fp16'."
+        raise CalibrationError(what, expected=expected, found="none", fix=fix)
     return first_batches(source.calibration, source.tokenizer, _calibration_tokens(source, settings))
 
 

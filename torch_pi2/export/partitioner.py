@@ -37,11 +37,7 @@ _BLOB = "blob"
 #: The blob of a node of a program; None for nodes that are not ours.
 BlobOf = Callable[[torch.export.ExportedProgram, torch.fx.Node], "bytes | None"]
 #: Whole layers in programs of :func:`torch_pi2.export_program`, and their references.
-_WHOLE: Mapping[str, Callable[..., Any]] = {
-    "pi2.sparse_ffn": sparse_ffn,
-    "pi2.predicted_ffn": predicted_ffn,
-    "pi2.experts_ffn": experts_ffn,
-}
+_WHOLE: Mapping[str, Callable] = {f"pi2.{fn.__name__}": fn for fn in (sparse_ffn, predicted_ffn, experts_ffn)}
 #: Arguments that identify the model.
 _WEIGHTS = ("neuron_rows", "bias_gate", "bias_up", "bias_down")
 #: Argument of such an operator -> attribute of its layer.
@@ -67,9 +63,7 @@ def _is_constant(program: torch.export.ExportedProgram, node: torch.fx.Node) -> 
     return any(node.name in names for names in kinds)
 
 
-def _mismatch(
-    program: torch.export.ExportedProgram, node: torch.fx.Node, home: SparseLayer, known: dict[str, str]
-) -> str:
+def _mismatch(program: torch.export.ExportedProgram, node: torch.fx.Node, home: SparseLayer, known: dict) -> str:
     """The first weight or threshold of a call that differs from the layer ``home``; or "". Predictors are not compared,
     as their rows may have another order. ``known``: input of the program -> name of the parameter or buffer.
     """
@@ -186,14 +180,10 @@ class Pi2Partitioner(BlobPartitioner):
 
         super().__init__(blob, rest)
 
-    def transform_for_pre_decomposition(
-        self, exported_program: torch.export.ExportedProgram
-    ) -> torch.export.ExportedProgram:
+    def transform_for_pre_decomposition(self, exported_program: torch.export.ExportedProgram) -> Any:
         self._check(exported_program)
         # lowering runs our operators, which have no gradients, on fakes of the parameters
-        parameters = {
-            name: value for name, value in exported_program.state_dict.items() if isinstance(value, nn.Parameter)
-        }
+        parameters = {k: v for k, v in exported_program.state_dict.items() if isinstance(v, nn.Parameter)}
         detached = {id(value): nn.Parameter(value.detach(), requires_grad=False) for value in parameters.values()}
         exported_program.state_dict.update({name: detached[id(value)] for name, value in parameters.items()})
         for node in exported_program.graph.find_nodes(op="placeholder"):
@@ -278,21 +268,16 @@ def lower(
         edge = _delegated(programs, partitioners, constant_methods or {})
         _check_delegated(edge, calls, name)
         workspace = workspace_bytes(edge)
-        program = edge.to_executorch(
-            ExecutorchBackendConfig(
-                memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False, share_mutable_buffers=True),
-                run_reinplace_pass=True,
-            )
-        )
+        planning = MemoryPlanningPass(alloc_graph_input=False, share_mutable_buffers=True)
+        how = ExecutorchBackendConfig(memory_planning_pass=planning, run_reinplace_pass=True)
+        program = edge.to_executorch(how)
     arenas = zip_longest(*(p.non_const_buffer_sizes for p in program.executorch_program.execution_plan), fillvalue=0)
     pieces: Any = []
     program.write_to_file(SimpleNamespace(write=pieces.append))  # joining them would copy everything
     return Program(pieces, sum(map(max, arenas)), workspace)
 
 
-def _delegated(
-    programs: Mapping[str, torch.export.ExportedProgram], partitioners: Mapping[str, Any], constants: Mapping[str, Any]
-) -> Any:
+def _delegated(programs: Mapping[str, torch.export.ExportedProgram], partitioners: Mapping, constants: Mapping) -> Any:
     """``to_edge_transform_and_lower`` in three quarters of the time (export of 8 layers: 39 instead of 51 CPU seconds).
 
     ExecuTorch decomposes programs three times, for operators that a partitioner preserves and then rejects. If it takes
@@ -325,12 +310,10 @@ def _check_delegated(edge: Any, calls: Mapping[str, int], name: str) -> None:
         missed = [str(node.target) for node in module.graph.nodes if role_of(node) is not None]
         found = sum(lowered.backend_id == BACKEND for lowered in _lowered(module))
         if missed or found != wanted:
-            raise UnsupportedModelError(
-                f"lowering {name}, method {key}",
-                expected=f"{wanted} delegate calls of feed-forward layers",
-                found=f"{found}" + (f", and {len(missed)} operators not delegated ({missed[0]})" if missed else ""),
-                fix="Report it: the partitioner has missed a layer.",
-            )
+            what, expected = f"lowering {name}, method {key}", f"{wanted} delegate calls of feed-forward layers"
+            more = f", and {len(missed)} operators not delegated ({missed[0]})" if missed else ""
+            fix = "Report it: the partitioner has missed a layer."
+            raise UnsupportedModelError(what, expected=expected, found=f"{found}{more}", fix=fix)
 
 
 def workspace_bytes(edge: Any) -> int:

@@ -48,21 +48,14 @@ def named_failures(what: str, expected: str) -> Iterator[None]:
         raise UnsupportedModelError(what, expected=expected, found=found, fix=fix) from error
 
 
-def trace(
-    methods: Mapping[str, MethodSpec], name: str, *, progress: bool = False
-) -> dict[str, torch.export.ExportedProgram]:
+def trace(methods: Mapping[str, MethodSpec], name: str, *, progress: bool = False) -> dict[str, Any]:
     """``torch.export`` of every method of the model ``name``. Raises UnsupportedModelError."""
     programs = {}
     for key, method in bar(methods.items(), "trace", progress, delay=2):
         what = f"torch.export of {name}, method {key}"
         with torch.no_grad(), quiet(), named_failures(what, "a model that torch.export can trace"):
-            programs[key] = torch.export.export(
-                method.module,
-                method.args,
-                dict(method.kwargs or {}),
-                dynamic_shapes=method.dynamic_shapes,
-                strict=False,
-            )
+            call, shapes = (method.module, method.args, dict(method.kwargs or {})), method.dynamic_shapes
+            programs[key] = torch.export.export(*call, dynamic_shapes=shapes, strict=False)
     return programs
 
 
@@ -104,9 +97,8 @@ def export_program(
     model.eval()
     what = f"torch.export of {type(model).__name__}"
     with torch.no_grad(), _in_row_order(model), named_failures(what, "a model that torch.export can trace"):
-        exported = torch.export.export(
-            model, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
-        )
+        call = (model, tuple(args), dict(kwargs or {}))
+        exported = torch.export.export(*call, dynamic_shapes=dynamic_shapes, strict=False)
     operators = ("pi2.sparse_ffn", "pi2.experts_ffn")
     count = sum(str(node.target).startswith(operators) for node in exported.graph.nodes)
     if count < len(layers):  # more: a layer is called twice

@@ -121,17 +121,10 @@ class Bundle:
         self.store = place / STORE_FILE if place.is_dir() else place
         what: Any = "loaded" if verify is None else "all" if verify else "sizes"
         self.manifest.verify(self.folder, what, store=self.store)
-        options: dict[str, str | int | bool | None] = {
-            "store_path": str(self.store),
-            "cache_bytes_kib": None if budget is None else _cache_kib(self.manifest, self.folder, parse_bytes(budget)),
-            "threads": threads,
-            "io_threads": io_threads,
-            "engine": engine,
-            "policy": policy,
-            "direct": direct,
-            "preload": preload,
-            "trace": None if trace is None else str(Path(trace).absolute()),
-        }
+        cache_kib = None if budget is None else _cache_kib(self.manifest, self.folder, parse_bytes(budget))
+        options: dict[str, Any] = {"store_path": str(self.store), "cache_bytes_kib": cache_kib, "threads": threads}
+        options |= {"io_threads": io_threads, "engine": engine, "policy": policy, "direct": direct, "preload": preload}
+        options["trace"] = None if trace is None else str(Path(trace).absolute())
         self._tokenizer = tokenizer
         self._sampling = defaults_of(self.folder)
         self._busy = threading.Lock()
@@ -224,10 +217,8 @@ class Bundle:
             has_one = any((self.folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
             tokenizer = self.tokenizer if how.stop or self._tokenizer is not None or has_one else None
             how = how.with_defaults(self._sampling)
-            answers = [
-                _Answering(i, seed, room, max_new_tokens, self.manifest.eos, ids, tokenizer, stream, how)
-                for i in range(count)
-            ]
+            asked = (seed, room, max_new_tokens, self.manifest.eos, ids, tokenizer, stream, how)
+            answers = [_Answering(i, *asked) for i in range(count)]
             batch = min(b for b in self.manifest.batches if b >= count)
             sizes = [f"prefill_{n}" for n in self.manifest.prefills]
             for name in (*sizes, f"decode_b{batch}", *(["fork"] if count > 1 else [])):
@@ -250,8 +241,7 @@ class Bundle:
     @torch.no_grad()
     def logits(self, ids: Sequence[int] | torch.Tensor, prompt: int = 1) -> torch.Tensor:
         """Logits from position ``prompt - 1`` on, float32 ``[len(ids) - prompt + 1, V]``. The first ``prompt`` tokens
-        are read at once, the others one by one. Raises ConfigError: no decoder, or another call. ShapeError: too many
-        tokens, or none.
+        are read at once. Raises ConfigError: no decoder, another call. ShapeError: too many tokens, none.
         """
         with self._alone("logits", "decoder") as program:
             tokens, _ = self._encode(ids, 0)
@@ -274,11 +264,8 @@ class Bundle:
         total = {**stores[0]} if stores else {}  # an entry for each combination of settings
         total |= {key: sum(one[key] for one in stores) for key, value in total.items() if isinstance(value, int)}
         wanted, busy = total.get("wanted", 0), total.get("busy_ns", 0)
-        return {
-            **total,
-            "hit_rate": total["hits"] / wanted if wanted else None,
-            "wait_share": total["wait_ns"] / busy if busy else None,
-        }
+        hit_rate, wait_share = (total["hits"] / wanted if wanted else None), (total["wait_ns"] / busy if busy else None)
+        return {**total, "hit_rate": hit_rate, "wait_share": wait_share}
 
     @contextmanager
     def _alone(self, what: str, kind: str | None) -> Iterator[Program]:
@@ -305,11 +292,10 @@ class Bundle:
         ids = encode(prompt, lambda: self.tokenizer, self.manifest.model.vocab or 0)
         room: int = self.manifest.max_tokens - len(ids)
         if room < answer:
-            Field(ids, "prompt", "Shorten it, or export with a larger max_tokens.", ShapeError).wrong(
-                f"at most {self.manifest.max_tokens - answer} tokens: the bundle has room for "
-                f"{self.manifest.max_tokens}, answer included",
-                str(len(ids)),
-            )
+            why = f"the bundle has room for {self.manifest.max_tokens}, answer included"
+            expected = f"at most {self.manifest.max_tokens - answer} tokens: {why}"
+            fix = "Shorten it, or export with a larger max_tokens."
+            Field(ids, "prompt", fix, ShapeError).wrong(expected, str(len(ids)))
         return ids, room
 
     def _read(self, program: Program, ids: list[int]) -> torch.Tensor:

@@ -108,10 +108,8 @@ class Blob:
         flags |= bool(self.shaping) << 3 | self.second << 4
         numbers = (self.hidden, self.neurons, self.rows, self.weights, self.activation, flags, self.n_hot, self.first)
         layer = _LAYER.pack(*numbers, self.threshold, self.predictor, self.cut, self.rank, self.dense_from)
-        places, more = (
-            b"".join(_TENSOR.pack(*self.tensors.get(name, (0, 0, 0)), 0) for name in names)
-            for names in (TENSORS, NUMBERS)
-        )
+        entries = {n: _TENSOR.pack(*self.tensors.get(n, (0, 0, 0)), 0) for n in (*TENSORS, *NUMBERS)}
+        places, more = (b"".join(entries[name] for name in names) for names in (TENSORS, NUMBERS))
         of_others = {"bias_gate", "bias_up", "bias_down"} if self.experts else {"thresholds"}
         extended = bool(self.down or self.shaping or of_others & self.tensors.keys())
         version = VERSIONS[2 if extended else self.experts > 0]
@@ -188,13 +186,12 @@ def write_store(path: Path, homes: Sequence[SparseLayer], plan: Plan, *, progres
         stack.enter_context(out)
         block = store.superblock(out)
         store.write(out, block)
-        places = tuple(
-            {
-                role: (out.offset(_name(home.site.key, role)), tensor.nbytes, _crc(tensor))
-                for role, tensor in tensors.items()
-            }
-            for home, tensors in zip(homes, small)
-        )
+
+        def place(key: str, role: str, tensor: torch.Tensor) -> tuple[int, int, int]:
+            return out.offset(_name(key, role)), tensor.nbytes, _crc(tensor)
+
+        keys = (home.site.key for home in homes)
+        places = tuple({role: place(key, role, t) for role, t in own.items()} for key, own in zip(keys, small))
     return StoreFacts(
         path.name,
         block.file_bytes,
@@ -209,13 +206,7 @@ def write_store(path: Path, homes: Sequence[SparseLayer], plan: Plan, *, progres
 
 
 def blob_of(
-    facts: StoreFacts,
-    homes: Sequence[SparseLayer],
-    call: int,
-    role: int,
-    first: int = 0,
-    queue: int = 0,
-    preload_from: int = 0,
+    facts: StoreFacts, homes: Sequence, call: int, role: int, first: int = 0, queue: int = 0, preload_from: int = 0
 ) -> Blob:
     """The blob of one call of ``homes[call]``; see :class:`Blob`."""
     ffn = homes[call]

@@ -68,16 +68,10 @@ def describe_template(tokenizer: Any) -> dict[str, Any] | None:
         both = None
     if turns is not None and not _repeats(tokenizer, user, both, turns):
         turns = None
-    return {
-        "user": user[0],
-        "system_user": both and both[0],
-        "assistant": turns and turns[0][1:3],
-        "strips": {
-            "system": both is not None and both[1][0],
-            "user": user[1][0],
-            "assistant": turns is not None and turns[1][1],
-        },
-    }
+    strips = {"system": both is not None and both[1][0], "user": user[1][0]}
+    strips |= {"assistant": turns is not None and turns[1][1]}
+    found = {"user": user[0], "system_user": both and both[0], "assistant": turns and turns[0][1:3]}
+    return found | {"strips": strips}
 
 
 def _of_constants(template: str) -> Iterator[str]:
@@ -209,12 +203,10 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise many types for damaged files
-        raise ArtifactError(
-            f"tokenizer of {folder}",
-            expected="tokenizer.json and tokenizer_config.json, as the model's folder has them",
-            found=(str(error).strip() or type(error).__name__).splitlines()[0],
-            fix="Export again with tokenizer=..., or pass token ids.",
-        ) from error
+        expected = "tokenizer.json and tokenizer_config.json, as the model's folder has them"
+        found = (str(error).strip() or type(error).__name__).splitlines()[0]
+        fix = "Export again with tokenizer=..., or pass token ids."
+        raise ArtifactError(f"tokenizer of {folder}", expected=expected, found=found, fix=fix) from error
     finally:
         logging.set_verbosity(verbosity)
 

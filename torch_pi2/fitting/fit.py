@@ -54,9 +54,8 @@ def cold_neurons(stats: ActivationStats, key: str, hot_frequency: float) -> torc
 def _check_profiled(model: nn.Module, sites: Sequence[FFNSite], stats: ActivationStats) -> str:
     """The hash of the weights. Raises StaleArtifactError: ``stats`` belong to other weights."""
     model_hash = weights_hash(model, list(sites))
-    check_made_from(
-        "activation statistics", stats.model_hash, model_hash, "a profile of FFN weights", "Profile this model again."
-    )
+    fix = "Profile this model again."
+    check_made_from("activation statistics", stats.model_hash, model_hash, "a profile of FFN weights", fix)
     return model_hash
 
 
@@ -114,18 +113,11 @@ def fit(
         if few:
             log.warning("no predictors, as too few of the tokens reach them (%d): %s", MIN_SAMPLES, ", ".join(few))
             sites = [s for s in sites if s.key not in few]
-        layers = [
-            Layer(
-                s,
-                cold[s.key],
-                samples["fit"],
-                samples["calibrate"],
-                initial_rank(s, stats[s.key].active_share, stats[s.key].skew()),
-                settings.target_recall,
-                cache=PredictorCache() if work is None else PredictorFiles(work / f"layer-{i}", s.hidden),
-            )
-            for i, s in enumerate(sites)
-        ]
+        layers, recall = [], settings.target_recall
+        for i, s in enumerate(sites):
+            rank = initial_rank(s, stats[s.key].active_share, stats[s.key].skew())
+            cache = PredictorCache() if work is None else PredictorFiles(work / f"layer-{i}", s.hidden)
+            layers.append(Layer(s, cold[s.key], samples["fit"], samples["calibrate"], rank, recall, cache=cache))
         masked = {s.key: cold[s.key] for s in sites}
         losses = Losses(work)
 
@@ -188,17 +180,10 @@ def _report(
         sizes["weights"] = "int4"
         rows.append({"key": layer.site.key} | sizes | card.to_json())
     accepted = [r for r in search.rounds if r["change"] == change]
-    report = FitReport(
-        dense_loss=dense_loss,
-        loss=dense_loss * (1 + change),
-        change=change,
-        tolerance=settings.tolerance,
-        met=change <= settings.tolerance,
-        skipped=accepted[-1]["skipped"] if accepted else 0.0,
-        rounds=tuple(search.rounds),
-        layers=tuple(rows),
-        tokens=tokens,
-    )
+    losses: Any = {"dense_loss": dense_loss, "loss": dense_loss * (1 + change), "change": change}
+    bounds: Any = {"tolerance": settings.tolerance, "met": change <= settings.tolerance}
+    skipped, rounds = accepted[-1]["skipped"] if accepted else 0.0, tuple(search.rounds)
+    report = FitReport(**losses, **bounds, skipped=skipped, rounds=rounds, layers=tuple(rows), tokens=tokens)
     if not report.met:
         log.warning(
             "predictors change the loss by %.2f %%, more than the tolerance of %.2f %%, after %d rounds: "
@@ -259,6 +244,4 @@ def _fit_signs(model: nn.Module, site: FFNSite, samples: Samples, cold: torch.Te
 
 
 #: Method -> function of (model, site, samples, cold neurons, target recall).
-LAYER_FITS: dict[str, Callable[[nn.Module, FFNSite, Samples, torch.Tensor, float], AnyPredictor]] = {
-    Method.SIGNBIT: _fit_signs
-}
+LAYER_FITS: dict[str, Callable[..., AnyPredictor]] = {Method.SIGNBIT: _fit_signs}

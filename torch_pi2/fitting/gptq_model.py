@@ -81,9 +81,7 @@ def calibrated_rows(
     with bar(None, "GPTQ", progress, total=total) as shown, evaluating(model), ExitStack() as hooks:
         run = _Run(mask_BT, slices, experts, weights, keep, uncalibrated, shown.update)
         watched = {name: (run.before(name), run.after(name)) for name in slices}
-        watched |= {
-            name: (run.before_experts(name, own, model), run.after_experts(name)) for name, own in experts.items()
-        }
+        watched |= {k: (run.before_experts(k, own, model), run.after_experts(k)) for k, own in experts.items()}
         for name, (before, after) in watched.items():
             module = model.get_submodule(name)
             hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))

@@ -58,12 +58,9 @@ def _ids_and_logits(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch
     out = batch.call(model) if ids is not None else None
     logits = getattr(out, "logits", out[0] if isinstance(out, tuple) else out)
     if ids is None or not isinstance(logits, torch.Tensor) or logits.shape[:2] != ids.shape:
-        raise CalibrationError(
-            "loss of the model",
-            expected="token ids and logits [B, T, vocabulary]",
-            found="no ids" if ids is None else f"output {type(out).__name__}",
-            fix="Pass loss_fn=(model, batch) -> (sum of losses, count).",
-        )
+        what, found = "loss of the model", "no ids" if ids is None else f"output {type(out).__name__}"
+        fix = "Pass loss_fn=(model, batch) -> (sum of losses, count)."
+        raise CalibrationError(what, expected="token ids and logits [B, T, vocabulary]", found=found, fix=fix)
     return ids, logits
 
 
@@ -108,10 +105,7 @@ def mean_loss(
             done()
     total, count = sum(part for part, _ in parts), sum(n for _, n in parts)
     if not count or not math.isfinite(total):
-        raise NonFiniteError(
-            "loss on the evaluation sequences",
-            expected="a finite number over at least one token",
-            found=f"{total} over {count} tokens",
-            fix="Check the checkpoint and that sequences have at least two tokens.",
-        )
+        what, expected = "loss on the evaluation sequences", "a finite number over at least one token"
+        fix = "Check the checkpoint and that sequences have at least two tokens."
+        raise NonFiniteError(what, expected=expected, found=f"{total} over {count} tokens", fix=fix)
     return total / count, 1 - context.cold_share if isinstance(context, PredictedMaskMode) else math.nan

@@ -80,9 +80,8 @@ class Losses:
         if self._next == len(self._losses):
             self._losses.append(measure())
             if self._path is not None:
-                _write(
-                    self._path, losses=[(loss, None if math.isnan(share) else share) for loss, share in self._losses]
-                )
+                losses = [(loss, None if math.isnan(share) else share) for loss, share in self._losses]
+                _write(self._path, losses=losses)
         self._next += 1
         return self._losses[self._next - 1]
 
@@ -99,8 +98,7 @@ def _write(path: Path, **fields: Any) -> None:
 @contextmanager
 def work_folder(folder: Path | None, made_from: Mapping[str, Any]) -> Iterator[None]:
     """Lock ``folder``, if there is one, for a fit with the inputs ``made_from``: name -> digest or setting. Raises
-    StaleArtifactError: the folder belongs to another fit. ArtifactError: another process fits there, or the folder is
-    damaged.
+    StaleArtifactError: the folder belongs to another fit. ArtifactError: another process fits there, or damage.
     """
     if folder is None:
         yield
@@ -122,15 +120,9 @@ def _check_same_fit(folder: Path, made_from: dict[str, Any]) -> None:
         return
     before = read_json(path, *_FORMAT).get("made_from")
     before = before if isinstance(before, dict) else {}
-    changed = [
-        f"{name} ({shown(before.get(name))}, now {shown(now)})"
-        for name, now in made_from.items()
-        if before.get(name) != now
-    ]
+    others = {name: now for name, now in made_from.items() if before.get(name) != now}
+    changed = [f"{name} ({shown(before.get(name))}, now {shown(now)})" for name, now in others.items()]
     if changed:
-        raise StaleArtifactError(
-            f"fit begun in {folder}",
-            expected="the same model, text and settings, to resume",
-            found=f"another {', another '.join(changed)}",
-            fix="Repeat the command that started this fit, or remove the folder.",
-        )
+        what, expected = f"fit begun in {folder}", "the same model, text and settings, to resume"
+        fix = "Repeat the command that started this fit, or remove the folder."
+        raise StaleArtifactError(what, expected=expected, found=f"another {', another '.join(changed)}", fix=fix)

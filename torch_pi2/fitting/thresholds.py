@@ -150,9 +150,7 @@ def _score_names(config: Config, sites: Sequence[FFNSite]) -> tuple[str, ...]:
     return ("output",) if config.method in PREDICTED else ("output", "up")
 
 
-def _errors(
-    model: nn.Module, data: list[Batch], sites: Sequence[FFNSite], cuts: Sequence[Cuts], progress: bool
-) -> dict[str, torch.Tensor]:
+def _errors(model: nn.Module, data: list[Batch], sites: Sequence[FFNSite], cuts: Sequence, progress: bool) -> dict:
     """Site key -> squared error of its outputs on ``data`` with each of ``cuts``, float64 ``[len(cuts)]``."""
     errors = {site.key: torch.zeros(len(cuts), dtype=torch.float64) for site in sites}
 
@@ -280,13 +278,11 @@ def _check_next_token_logits(model: nn.Module, batch: Batch, config: Config) -> 
     try:
         divergences(model, [batch], [])
     except CalibrationError as error:
-        raise CalibrationError(
-            f"thresholds of {type(model).__name__} with "
-            + (f"score='{config.score}'" if config.max_loss is None else f"max_loss={config.max_loss:g}"),
-            expected="a model that takes token ids and gives logits [B, T, vocabulary], to measure what skipping does",
-            found="a different model",
-            fix="Choose score='output' or 'up', and sparsity=... without max_loss.",
-        ) from error
+        setting = f"score='{config.score}'" if config.max_loss is None else f"max_loss={config.max_loss:g}"
+        expected = "a model that takes token ids and gives logits [B, T, vocabulary], to measure what skipping does"
+        what = f"thresholds of {type(model).__name__} with {setting}"
+        fix = "Choose score='output' or 'up', and sparsity=... without max_loss."
+        raise CalibrationError(what, expected=expected, found="a different model", fix=fix) from error
 
 
 def _largest_share(

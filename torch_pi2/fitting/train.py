@@ -57,11 +57,8 @@ def train_matrices(
         miss = float(rate_C.mean()) + 0.005
         # Steps of Adam do not shrink with fan-in, so the rates do (as in muP); 256 and 64 are where the rate was tuned.
         rates = [_RATE * min(1.0, 256 / hidden), _RATE * min(1.0, 64 / rank), _RATE]
-        groups = [
-            {"params": [a], "lr": rates[0]},
-            {"params": [b], "lr": rates[1]},
-            {"params": [bias], "lr": rates[2], "weight_decay": 0.0},
-        ]
+        groups: list[dict] = [{"params": [p], "lr": rate} for p, rate in zip((a, b, bias), rates)]
+        groups[2]["weight_decay"] = 0.0
         optimiser = torch.optim.AdamW(groups, weight_decay=0.01)
         warm = max(1, steps // 10)
 

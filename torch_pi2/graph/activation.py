@@ -73,9 +73,7 @@ def _hypotheses(n_streams: int) -> list[Formula]:
     return [Formula(name, on_up, gate, up) for on_up in (False, True) for gate, up in roles for name in ACTIVATIONS]
 
 
-def _with_numbers(
-    region: Region, probes: Sequence[torch.Tensor], intermediate: int, constants: Sequence[float]
-) -> Iterator[Formula]:
+def _with_numbers(region: Region, probes: Sequence, intermediate: int, constants: Sequence[float]) -> Iterator[Formula]:
     """Formulas with activation parameters fitted at a few points; the caller checks them everywhere."""
     fused = probes[0].shape[-1] == 2 * intermediate
     constants = [c for c in constants if _SMALLEST < c < _LARGEST]
@@ -179,9 +177,7 @@ class _Tried:
         return _close(self.found, apply_formula(formula, self.streams), self.streams)
 
 
-def _try(
-    region: Region, shapes: Sequence[tuple[int, ...]], intermediate: int
-) -> tuple[list[_Tried], list[float]] | None:
+def _try(region: Region, shapes: Sequence[tuple], intermediate: int) -> tuple[list[_Tried], list[float]] | None:
     """The region's results on probes that reach all its branches, and its constants; None if that fails."""
     elements = torch.Size(shapes[0]).numel() if shapes else 0
     if not elements:
@@ -200,9 +196,8 @@ def _try(
 
     with fresh_settings(), torch.random.fork_rng(devices=[]):
         for spread in (False, *[True] * rounds):
-            if not add(
-                [_spread(shape, len(tried), i) if spread else _probe(shape, i) for i, shape in enumerate(shapes)]
-            ):
+            number = len(tried)
+            if not add([_spread(shape, number, i) if spread else _probe(shape, i) for i, shape in enumerate(shapes)]):
                 return None
         constants = sorted(coverage.constants)
         for _ in range(rounds if constants else 0):
@@ -275,11 +270,9 @@ def _close(found: torch.Tensor, wanted: torch.Tensor, streams: Sequence[torch.Te
 def _is_multilinear(region: Region, tried: Sequence[_Tried], intermediate: int) -> bool:
     """Affine in each stream with the others fixed: sums, scalings and products of streams."""
     probes, other = tried[0].probes, tried[1].probes
-    columns = (
-        [(0, slice(0, intermediate)), (0, slice(intermediate, None))]
-        if probes[0].shape[-1] == 2 * intermediate
-        else [(i, slice(None)) for i in range(len(probes))]
-    )
+    columns = [(i, slice(None)) for i in range(len(probes))]
+    if probes[0].shape[-1] == 2 * intermediate:
+        columns = [(0, slice(0, intermediate)), (0, slice(intermediate, None))]
 
     def at(index: int, part: slice, values: torch.Tensor) -> torch.Tensor | None:
         changed = [probe.clone() for probe in probes]

@@ -56,8 +56,7 @@ def capture(
 
     The model runs in eval mode without gradients; its mode, the random state and the user's compiled code are
     preserved. Only after graph breaks is ``torch._dynamo.reset()`` called, to drop what the capture left on other code
-    objects. ``on_meta``: the whole model is on ``meta``; only shapes are computed, without caches, which transformers
-    cannot make there.
+    objects. ``on_meta``: the whole model is on ``meta``; only shapes are computed, without caches.
 
     Raises:
         DeviceError: parameters on ``meta``, without ``on_meta``. CalibrationError: no inputs given and none can be
@@ -66,12 +65,9 @@ def capture(
     """
     valueless = [] if on_meta else [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if valueless:
-        raise DeviceError(
-            "device of the model",
-            expected="cpu",
-            found=f"meta ({len(valueless)} parameters without data, e.g. {valueless[0]})",
-            fix="Load the weights first (from_pretrained, or load_state_dict(..., assign=True)).",
-        )
+        found = f"meta ({len(valueless)} parameters without data, e.g. {valueless[0]})"
+        fix = "Load the weights first (from_pretrained, or load_state_dict(..., assign=True))."
+        raise DeviceError("device of the model", expected="cpu", found=found, fix=fix)
     if isinstance(model, torch._dynamo.OptimizedModule):
         fix = "Pass the model before torch.compile, and compile afterwards."
         expected = "an ordinary nn.Module"
@@ -101,15 +97,13 @@ def capture(
         if len(graphs) > 1:
             torch._dynamo.reset()
     if not graphs:
-        raise UnsupportedModelError(
-            type(model).__name__,
-            expected="a forward that torch.compile can capture",
-            found="no graph at all (its forward is excluded from compilation or computes nothing)",
-            fix="Pass the part of the model that holds the FFN layers.",
-        )
-    found = graphs.copy()
+        found = "no graph at all (its forward is excluded from compilation or computes nothing)"
+        expected = "a forward that torch.compile can capture"
+        fix = "Pass the part of the model that holds the FFN layers."
+        raise UnsupportedModelError(type(model).__name__, expected=expected, found=found, fix=fix)
+    kept = graphs.copy()
     graphs.clear()  # Dynamo keeps its backends alive, and would keep this list and the weights
-    return found
+    return kept
 
 
 def _fresh_caller() -> Any:
@@ -162,12 +156,9 @@ def _explain(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], erro
             if any(p.is_meta for p in model.parameters())
             else "Pass args and kwargs as you would call the model.",
         ) from eager_error
-    raise UnsupportedModelError(
-        type(model).__name__,
-        expected="a forward that torch.compile can capture",
-        found=f"{type(error).__name__}: {_first_line(error)}",
-        fix="Pass the part of the model that holds the FFN layers, or use NeuronClusterMode.",
-    ) from error
+    expected, found = "a forward that torch.compile can capture", f"{type(error).__name__}: {_first_line(error)}"
+    fix = "Pass the part of the model that holds the FFN layers, or use NeuronClusterMode."
+    raise UnsupportedModelError(type(model).__name__, expected=expected, found=found, fix=fix) from error
 
 
 def _first_line(error: Exception) -> str:

@@ -129,8 +129,7 @@ class MatmulIndex:
 class PredictedMaskMode(TorchDispatchMode):
     """Zeroes, before ``down``, every cold neuron that is not predicted, or below its threshold.
 
-    Modules of experts are computed by :func:`torch_pi2.graph.routed.masked` meanwhile, experts without a predictor in
-    full.
+    :func:`torch_pi2.graph.routed.masked` computes modules of experts meanwhile, those without a predictor in full.
 
     Args:
         sites: all FFNs of ``model``, including every expert of a module; those without an entry in ``predictors`` stay
@@ -279,26 +278,18 @@ class NeuronClusterMode(PredictedMaskMode):
         for layer in layers:
             predictor = predictors.get(layer.site.key)
             if layer.method in PREDICTED and not (hasattr(predictor, "scores") and hasattr(predictor, "threshold")):
-                raise ConfigError(
-                    f"predictor of {layer.site.key}",
-                    expected=f"one with scores and threshold for every layer planned as '{layer.method}'",
-                    found=f"predictors for {', '.join(list(predictors)[:4]) or 'no layer'}"
-                    if predictor is None
-                    else f"a {type(predictor).__name__}",
-                    fix="Pass predictors=torch_pi2.fit(...) or load_predictors(folder).",
-                )
+                expected = f"one with scores and threshold for every layer planned as '{layer.method}'"
+                found = f"predictors for {', '.join(list(predictors)[:4]) or 'no layer'}"
+                found = found if predictor is None else f"a {type(predictor).__name__}"
+                fix = "Pass predictors=torch_pi2.fit(...) or load_predictors(folder)."
+                raise ConfigError(f"predictor of {layer.site.key}", expected=expected, found=found, fix=fix)
         self._sites, self.lossy = [y.site for y in layers], any(y.method in LOSSY for y in layers)
-        super().__init__(
-            model,
-            self._sites,
-            {y.site.key: predictors[y.site.key] if y.method in PREDICTED else None for y in layers},
-            {y.site.key: y.order[y.n_hot :].long() for y in layers},
-            {y.site.key: y.threshold if y.thresholds is None else y.thresholds for y in layers},
-        )
+        chosen = {y.site.key: predictors[y.site.key] if y.method in PREDICTED else None for y in layers}
+        cold = {y.site.key: y.order[y.n_hot :].long() for y in layers}
+        cuts_of = {y.site.key: y.threshold if y.thresholds is None else y.thresholds for y in layers}
+        super().__init__(model, self._sites, chosen, cold, cuts_of)
         #: per site: ``tokens`` seen, multiply-adds ``computed`` and those of a ``dense`` layer.
-        self.counters: dict[str, dict[str, int]] = {
-            site.key: dict.fromkeys(("tokens", "computed", "dense"), 0) for site in self._sites
-        }
+        self.counters = {site.key: dict.fromkeys(("tokens", "computed", "dense"), 0) for site in self._sites}
 
     def __enter__(self) -> Self:
         if torch.is_autocast_enabled("cpu"):
@@ -320,9 +311,8 @@ class NeuronClusterMode(PredictedMaskMode):
     def _check(self, hit: Matmul) -> None:
         if torch.is_grad_enabled() and (hit.x.requires_grad or self._model.get_parameter(hit.weight).requires_grad):
             found, fix = "grad mode on and tensors that require gradients", "Wrap the call in torch.no_grad()."
-            raise GradientError(
-                f"NeuronClusterMode at {hit.members[0].site.key}", expected="inference", found=found, fix=fix
-            )
+            what = f"NeuronClusterMode at {hit.members[0].site.key}"
+            raise GradientError(what, expected="inference", found=found, fix=fix)
 
     def _count(self, site: FFNSite, wanted_TI: torch.Tensor, keep_TI: torch.Tensor) -> None:
         super()._count(site, wanted_TI, keep_TI)
@@ -338,7 +328,6 @@ def _refuse_hooks(model: nn.Module, site: FFNSite) -> None:
     between = [(name, False, True) for name in firsts] + [(name, True, True) for name in site.inner]
     for name, pre, post in [*between, (down, True, False)]:
         if has_hooks(model.get_submodule(name), pre=pre, post=post):
-            what = argument(
-                site, f"NeuronClusterMode at {site.key}", "Remove it meanwhile, or plan this layer as 'dense'."
-            )
+            fix = "Remove it meanwhile, or plan this layer as 'dense'."
+            what = argument(site, f"NeuronClusterMode at {site.key}", fix)
             what.wrong("nothing between its matmuls that could change what fires", f"a hook on {name}")

@@ -25,7 +25,7 @@ from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.graph.activation import identify
 from torch_pi2.graph.operations import BranchCoverage, same_tokens, token_magnitudes
 from torch_pi2.ops.activations import cuts
-from torch_pi2.types.site import ExpertsForm, FFNSite, FFNWeights, Formula, LinearRef, dense_reference
+from torch_pi2.types.site import ExpertsForm, FFNSite, Formula, LinearRef, dense_reference
 
 _GATE_UP, _UP, _DOWN = "gate_up_proj", "up_proj", "down_proj"
 #: Accepted names of each argument of experts.
@@ -48,12 +48,8 @@ def looks_like_experts(module: nn.Module) -> bool:
     if {_GATE_UP, _DOWN} <= set(own) or (several and any(_ABOUT_EXPERTS.search(name) for name in names)):
         return True
     within = [p for p in module.parameters() if p.dim() > 1]
-    return (
-        not own
-        and _is_routed(arguments)
-        and len(within) > 1
-        and not any(isinstance(m, nn.Linear) for m in module.modules())
-    )
+    linears = any(isinstance(m, nn.Linear) for m in module.modules())
+    return not own and _is_routed(arguments) and len(within) > 1 and not linears
 
 
 def _arguments(module: nn.Module) -> tuple[str, ...]:
@@ -65,9 +61,7 @@ def _is_routed(arguments: Sequence[str]) -> bool:
 
 
 def experts_form(module: nn.Module, tried: dict[Any, str] | None = None) -> ExpertsForm | str:
-    """The form of ``module`` (see :func:`looks_like_experts`), or why it is unknown; ``tried``: updated results by
-    settings.
-    """
+    """The form of ``module`` (see :func:`looks_like_experts`), or why it is unknown; ``tried``: results so far."""
     own = dict(module.named_parameters(recurse=False))
     first_name = _GATE_UP if _GATE_UP in own else _UP
     biases = {f"{first_name}_bias", f"{_DOWN}_bias"}
@@ -113,9 +107,8 @@ def parameter_shapes(form: ExpertsForm) -> dict[str, tuple[int, ...]]:
 def _settings(module: nn.Module) -> Any:
     """Everything that may make the code of ``module`` differ from that of another module."""
     plain = {k: v for k, v in vars(module).items() if k not in ("_parameters", "_modules", "training")}
-    simple = [
-        (k, v if isinstance(v, int | float | str | None) else id(v)) for k, v in plain.items() if v not in ({}, set())
-    ]
+    plain = {k: v for k, v in plain.items() if v not in ({}, set())}
+    simple = [(k, v if isinstance(v, int | float | str | None) else id(v)) for k, v in plain.items()]
     return type(module), tuple(simple), repr(module)
 
 
@@ -215,22 +208,13 @@ def expert_sites(name: str, form: ExpertsForm, owner_class: str, layer: int = 0)
         return LinearRef(f"{prefix}{local}", bias, rows, expert, form.transposed)
 
     of_gate, of_up = ((0, 2 * n, 2), (1, 2 * n, 2)) if form.interleaved else ((0, n), (n, 2 * n))
-    return [
-        FFNSite(
-            key=f"{name}.{expert}",
-            layer=layer + expert,
-            activation=form.activation,
-            activation_on_up=form.on_up,
-            gate=ref(first, expert, of_gate) if form.gated else None,
-            up=ref(first, expert, of_up if form.gated else None),
-            down=ref(_DOWN, expert),
-            hidden=form.hidden,
-            intermediate=n,
-            owner=f"{name}.{expert}",
-            owner_class=owner_class,
-        )
-        for expert in range(form.experts)
-    ]
+    sites, how = [], {"activation": form.activation, "activation_on_up": form.on_up, "owner_class": owner_class}
+    for expert in range(form.experts):
+        gate = ref(first, expert, of_gate) if form.gated else None
+        up = ref(first, expert, of_up if form.gated else None)
+        own: Any = {**how, "gate": gate, "up": up, "down": ref(_DOWN, expert), "hidden": form.hidden, "intermediate": n}
+        sites.append(FFNSite(key=f"{name}.{expert}", layer=layer + expert, owner=f"{name}.{expert}", **own))
+    return sites
 
 
 def without_experts(model: nn.Module, names: Iterable[str]) -> AbstractContextManager[None]:
@@ -270,11 +254,7 @@ def probe_experts(model: Any, sites: Sequence[FFNSite], tokens: int | None = Non
 
 
 def dense_experts(
-    sites: Sequence[FFNSite],
-    weights: Iterable[FFNWeights],
-    x_TH: torch.Tensor,
-    index_TK: torch.Tensor,
-    routing_TK: torch.Tensor,
+    sites: Sequence[FFNSite], weights: Iterable, x_TH: torch.Tensor, index_TK: torch.Tensor, routing_TK: torch.Tensor
 ) -> torch.Tensor:
     """float32 ``[T, H]``: the result of a module of experts, from the weights of each."""
     y_TH = torch.zeros_like(x_TH, dtype=torch.float32)

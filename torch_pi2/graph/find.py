@@ -136,14 +136,11 @@ def search(
     refused: Pi2Error | None = None
     if unknown and (strict or not sites):
         acts = ", ".join(name for name in ACTIVATIONS if name != "identity")
-        refused = UnsupportedModelError(
-            f"feed-forward layers of {type(model).__name__}",
-            expected=f"act(up), act(gate) * up or act(gate) * act(up) with act one of {acts}",
-            found=named(unknown | other, 3),
-            fix="find_sites(..., strict=False) leaves such layers out, as torch_pi2.optimize leaves them dense."
-            if sites
-            else "This formula is not supported yet, and there is no other feed-forward layer: use the model as it is.",
-        )
+        what, found = f"feed-forward layers of {type(model).__name__}", named(unknown | other, 3)
+        fix = "find_sites(..., strict=False) leaves such layers out, as torch_pi2.optimize leaves them dense."
+        none = "This formula is not supported yet, and there is no other feed-forward layer: use the model as it is."
+        expected = f"act(up), act(gate) * up or act(gate) * act(up) with act one of {acts}"
+        refused = UnsupportedModelError(what, expected=expected, found=found, fix=fix if sites else none)
     elif not sites:
         refused = _nothing_found(model, all_seen, left | other)
     if refused is not None and needed:
@@ -269,12 +266,9 @@ def _inner_modules(model: nn.Module, match: Match, graph: fx.Graph, down_module:
     for node in match.region:
         path = _module_path(node)
         name = None if path is None else prefix + path
-        if (
-            not name
-            or name == owner
-            or not name.startswith(f"{owner}." if owner else "")
-            or down_module.startswith(name)
-        ):
+        if not name or name == owner or not name.startswith(f"{owner}." if owner else ""):
+            return ()
+        if down_module.startswith(name):
             return ()
         found[name] = None
     inside = set(match.region)
@@ -345,9 +339,6 @@ def _nothing_found(model: nn.Module, all_seen: Sequence[Seen], experts: Mapping[
         parts.append("going back from the linears one meets " + ", ".join(name for name, _ in reached.most_common(6)))
     if experts:
         parts.append(f"not supported yet: {named(experts)}")
-    return NoFFNFoundError(
-        f"feed-forward layers of {type(model).__name__}",
-        expected="linear -> activation (* linear) -> linear",
-        found="; ".join(parts),
-        fix="If it has one, its form is not known yet; docs/MODELS.md lists the supported ones.",
-    )
+    what = f"feed-forward layers of {type(model).__name__}"
+    fix = "If it has one, its form is not known yet; docs/MODELS.md lists the supported ones."
+    return NoFFNFoundError(what, expected="linear -> activation (* linear) -> linear", found="; ".join(parts), fix=fix)

@@ -29,9 +29,8 @@ _FLOATS = frozenset([torch.float64, torch.float32, torch.bfloat16, torch.float16
 CASTS = frozenset(["to", "float", "double", "half", "bfloat16", "type", "type_as"])
 _COPIES = "contiguous clone detach"
 #: These carry literal sizes, so a region with one of them is probed at its real shape.
-RESHAPES = frozenset(
-    ["view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "squeeze", "unsqueeze", "unbind", "select"]
-)
+_SIZED = "view reshape flatten unflatten view_as reshape_as squeeze unsqueeze unbind select"
+RESHAPES = frozenset(_SIZED.split())
 _SLICES = "chunk split tensor_split getitem narrow"
 
 ELEMENTWISE = frozenset(f"{_ACTIVATIONS} {_ARITHMETIC} {_COPIES} {_SLICES}".split()) | CASTS | RESHAPES

@@ -151,14 +151,11 @@ class _Stop(Exception):
     """Ends a call early."""
 
 
-def find_router(
-    block: nn.Module, experts: nn.Module, count: int, beside: Sequence[nn.Module] = ()
-) -> LinearRouter | None:
+def find_router(block: nn.Module, experts: nn.Module, count: int, beside: Sequence = ()) -> LinearRouter | None:
     """The router of ``experts`` (``count`` of them) in ``block``; None if it is not linear with a top k.
 
     The block routes random tokens, which ``experts`` do not compute. Each matrix ``[E, H]`` of the block, with and
-    without vectors ``[E]``, is compared with its choices. Modules ``beside``, whose weights may be in a store, return
-    zeros.
+    without vectors ``[E]``, is compared with its choices. Modules ``beside`` (perhaps in a store) return zeros.
     """
     with other_forwards(dict.fromkeys(beside, torch.zeros_like)):
         routed = _try(block, experts, count)

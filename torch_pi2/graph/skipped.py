@@ -16,12 +16,8 @@ from torch_pi2.graph.operations import CASTS, ELEMENTWISE, RESHAPES, op_name
 
 #: Operations of a norm, and those around it that do not make a layer feed-forward.
 _NORMS = re.compile(r"\w*norm|normalize|mean|sum|(var|std)(_mean)?")
-_IN_NORMS = (
-    CASTS
-    | RESHAPES
-    | {"pow", "square", "sqrt", "rsqrt", "reciprocal", "add", "sub", "mul", "multiply", "div", "truediv", "true_divide"}
-    | {"contiguous", "clone", "chunk", "split", "getitem", "narrow"}
-)
+_IN_NORMS = CASTS | RESHAPES | {"contiguous", "clone", "chunk", "split", "getitem", "narrow", "pow", "square", "sqrt"}
+_IN_NORMS |= {"rsqrt", "reciprocal", "add", "sub", "mul", "multiply", "div", "truediv", "true_divide"}
 #: Reason for an FFN with an adapter.
 _MORE = "more matmuls than gate, up and down"
 

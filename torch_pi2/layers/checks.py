@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from torch_pi2.base.dtypes import DTYPES, dtype_name
-from torch_pi2.base.lookups import Lookups
 from torch_pi2.base.modules import refuse_global_hooks
 from torch_pi2.errors import ConfigError, DtypeError, GradientError, ShapeError, check_choice
 from torch_pi2.types.method import METHODS
@@ -13,9 +14,7 @@ from torch_pi2.types.plan import LayerPlan, is_permutation
 from torch_pi2.types.site import FFNSite
 
 
-def check_ffn_input(
-    site: FFNSite, training: bool, x: torch.Tensor, weights: torch.dtype, lookups: Lookups | None = None
-) -> None:
+def check_ffn_input(site: FFNSite, training: bool, x: torch.Tensor, weights: torch.dtype, lookups: Any = None) -> None:
     """Checks sizes, dtypes (of ``x`` and ``weights``) and ``lookups``; refuses gradients and global module hooks."""
     if not torch.compiler.is_compiling():
         refuse_global_hooks(site.key)
@@ -27,28 +26,20 @@ def check_ffn_input(
             expected = "float32, bfloat16 or float16"
             raise DtypeError(f"{what} of {site.key}", expected=expected, found=dtype_name(dtype), fix=fix)
     if x.shape[-1] != site.hidden:
-        raise ShapeError(
-            f"hidden size of the input of {site.key}",
-            expected=str(site.hidden),
-            found=f"{x.shape[-1]} (shape {tuple(x.shape)})",
-            fix="Pass activations of the model that this layer was made from.",
-        )
+        found = f"{x.shape[-1]} (shape {tuple(x.shape)})"
+        fix = "Pass activations of the model that this layer was made from."
+        raise ShapeError(f"hidden size of the input of {site.key}", expected=str(site.hidden), found=found, fix=fix)
     if torch.is_grad_enabled() and (x.requires_grad or training):
-        raise GradientError(
-            f"gradients through {site.key}",
-            expected="inference, without gradients",
-            found="an input that requires grad" if x.requires_grad else "a model in training mode",
-            fix="Call it under torch.no_grad() after model.eval(), or torch_pi2.restore(model) to train.",
-        )
+        expected = "inference, without gradients"
+        found = "an input that requires grad" if x.requires_grad else "a model in training mode"
+        fix = "Call it under torch.no_grad() after model.eval(), or torch_pi2.restore(model) to train."
+        raise GradientError(f"gradients through {site.key}", expected=expected, found=found, fix=fix)
 
 
 def needs_eval(site: FFNSite) -> ConfigError:
-    return ConfigError(
-        f"mode of {site.key}",
-        expected="evaluation mode: in training mode the original drops neurons at random, and this would not",
-        found="training mode",
-        fix="Call model.eval(), or torch_pi2.restore(model) to have dropout.",
-    )
+    expected = "evaluation mode: in training mode the original drops neurons at random, and this would not"
+    fix = "Call model.eval(), or torch_pi2.restore(model) to have dropout."
+    return ConfigError(f"mode of {site.key}", expected=expected, found="training mode", fix=fix)
 
 
 def result_dtype(x: torch.Tensor) -> torch.dtype:
@@ -67,9 +58,6 @@ def check_method(site: FFNSite, layer_plan: LayerPlan) -> None:
         raise ConfigError(f"thresholds of {site.key}", expected=expected, found="one for each neuron", fix=fix)
     order = layer_plan.order
     if not is_permutation(order, site.intermediate) or not 0 <= layer_plan.n_hot <= site.intermediate:
-        raise ConfigError(
-            f"plan of {site.key}",
-            expected=f"an order of {site.intermediate} different neurons and 0 to {site.intermediate} hot ones",
-            found=f"{len(order.unique())} different neurons from {len(order)}, and {layer_plan.n_hot} hot ones",
-            fix="Make the plan again.",
-        )
+        expected = f"an order of {site.intermediate} different neurons and 0 to {site.intermediate} hot ones"
+        found = f"{len(order.unique())} different neurons from {len(order)}, and {layer_plan.n_hot} hot ones"
+        raise ConfigError(f"plan of {site.key}", expected=expected, found=found, fix="Make the plan again.")

@@ -151,10 +151,8 @@ class SparseFFN(DenseForm):
         shape = neuron_shape(kind, rows, site.hidden) if quantised else (rows, site.hidden)
         neuron_rows = torch.empty((site.intermediate, *shape), dtype=torch.uint8 if quantised else dtype, device="meta")
         sizes = ((site.gate, site.intermediate), (site.up, site.intermediate), (site.down, site.hidden))
-        biases = [
-            None if ref is None or ref.bias is None else torch.empty(size, dtype=dtype, device="meta")
-            for ref, size in sizes
-        ]
+        with_bias = [(ref is not None and ref.bias is not None, size) for ref, size in sizes]
+        biases = [torch.empty(size, dtype=dtype, device="meta") if has else None for has, size in with_bias]
         layer._hold(neuron_rows, *biases)
         return layer.eval()
 
@@ -173,17 +171,11 @@ class SparseFFN(DenseForm):
             self.register_buffer(name, bias.float() if quantised and bias is not None else bias, persistent=False)
 
     def _set_up(
-        self,
-        site: FFNSite,
-        layer_plan: LayerPlan,
-        lowrank: Mapping[str, torch.Tensor] | None,
-        threshold: float,
-        kind: str,
-        int8_activations: bool,
+        self, site: FFNSite, layer_plan: LayerPlan, lowrank: Mapping | None, threshold: float, kind: str, int8: bool
     ) -> None:
         """Everything but the weights."""
         check_method(site, layer_plan)
-        self.weights, self.int8_activations = kind, int8_activations and kind != "float"
+        self.weights, self.int8_activations = kind, int8 and kind != "float"
         self.has_tiles = has_tiles()  # here, not in forward: a compiled graph could not ask
         self.site = site
         self.method = layer_plan.method

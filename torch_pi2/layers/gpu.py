@@ -59,20 +59,14 @@ def check_gpu(device: torch.device) -> None:
         found = f"torch {torch.__version__}, which sees none"
         raise DeviceError("layers on a GPU", expected=expected, found=found, fix=fix)
     if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
-        raise DeviceError(
-            f"layers on {device}",
-            expected=f"torch's current GPU, cuda:{torch.cuda.current_device()}, where Triton starts kernels",
-            found=str(device),
-            fix=f"Call torch.cuda.set_device({device.index}) first.",
-        )
+        expected = f"torch's current GPU, cuda:{torch.cuda.current_device()}, where Triton starts kernels"
+        fix = f"Call torch.cuda.set_device({device.index}) first."
+        raise DeviceError(f"layers on {device}", expected=expected, found=str(device), fix=fix)
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         major, minor = torch.cuda.get_device_capability(device)
-        raise DeviceError(
-            f"layers on {torch.cuda.get_device_name(device)}",
-            expected="compute capability {}.{} or later".format(*LEAST_CAPABILITY),
-            found=f"{major}.{minor}",
-            fix="Leave the model on the CPU.",
-        )
+        what = f"layers on {torch.cuda.get_device_name(device)}"
+        expected = "compute capability {}.{} or later".format(*LEAST_CAPABILITY)
+        raise DeviceError(what, expected=expected, found=f"{major}.{minor}", fix="Leave the model on the CPU.")
 
 
 def goes_to_gpu(fn: Callable[[torch.Tensor], torch.Tensor], here: torch.Tensor) -> bool:
@@ -203,14 +197,12 @@ class HybridFFN:
         """Pass the layer's plan settings and mode on to its parts."""
         if self._followed != (layer.by_batch, layer.dense_from, layer.training):
             self._followed = layer.by_batch, layer.dense_from, layer.training
-            for part in (self.hot, self.cold):
-                if part is not None:
-                    part.follow_whole(layer)
+            for part in filter(None, (self.hot, self.cold)):
+                part.follow_whole(layer)
 
 
 class HybridExperts:
-    """A mixture of experts with the experts ``there`` and their predictors on a GPU (``hot``, or None); the CPU keeps
-    all.
+    """Experts of which those ``there`` are on a GPU with their predictors (``hot``, or None); the CPU keeps all.
 
     Args:
         layer: a :class:`~torch_pi2.layers.experts.SparseExperts` that is not split. link: to the GPU. neuron_rows: of

@@ -32,12 +32,8 @@ from torch_pi2.layers.sequence import only_input
 from torch_pi2.types.site import Formula
 
 #: Calls whose result may be a view of their first argument, or that argument itself.
-_MAY_ALIAS = (
-    RESHAPES
-    | CASTS
-    | {"chunk", "split", "tensor_split", "getitem", "narrow"}
-    | {"contiguous", "detach", "dropout", "pos", "positive"}
-)
+_MAY_ALIAS = RESHAPES | CASTS | {"chunk", "split", "tensor_split", "getitem", "narrow"}
+_MAY_ALIAS |= {"contiguous", "detach", "dropout", "pos", "positive"}
 
 #: Checked notes remembered per layer; a new sequence length needs a new one only where sizes are written into the code.
 _MAX_NOTES = 256
@@ -86,11 +82,7 @@ def leaves(note: Any) -> Iterator[Leaf]:
 
 
 def evaluate(
-    note: Note,
-    leaf_value: Callable[[Leaf], torch.Tensor],
-    *,
-    ignore_casts: bool,
-    known: Sequence[tuple[Note, torch.Tensor]] = (),
+    note: Note, leaf_value: Callable[[Leaf], torch.Tensor], *, ignore_casts: bool, known: Sequence = ()
 ) -> Any:
     """Compute a note's value; each node once, nodes in ``known`` not at all."""
     done: dict[int, Any] = {id(part): tensor for part, tensor in known}
@@ -244,7 +236,7 @@ class LazySource:
 
     def dense(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., H] -> [..., I]`` (or ``2I``), every neuron, in original order."""
-        outputs = [F.linear(x, *_cast(self.ffn.projection(role), x)) for role in self.roles]
+        outputs = [_linear(x, *self.ffn.projection(role)) for role in self.roles]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
 
@@ -266,7 +258,7 @@ class LazyDown:
                 y: torch.Tensor = home(x)
                 return y.reshape(*h.shape[:-1], y.shape[-1])
             h = h.values()
-        return F.linear(h, *_cast(home.projection("down"), h))
+        return _linear(h, *home.projection("down"))
 
     def _input_of(self, h: LazyFFN) -> torch.Tensor | None:
         """The FFN's input if ``h`` is exactly what the site computes between its linears, else None."""
@@ -311,8 +303,5 @@ def _has_reshape(note: Any) -> bool:
     return op_name(note.func) in RESHAPES or any(_has_reshape(p) for p in tree_flatten((note.args, note.kwargs))[0])
 
 
-def _cast(
-    projection: tuple[torch.Tensor, torch.Tensor | None], x: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    weight, bias = projection  # on the CPU, if neurons are on a GPU
-    return weight.to(x), None if bias is None else bias.to(x)
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return F.linear(x, weight.to(x), None if bias is None else bias.to(x))  # weights are on the CPU, x may be on a GPU

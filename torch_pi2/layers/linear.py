@@ -84,12 +84,9 @@ class QuantLinear(_OverRows):
         load()
         wanted = row_bytes(weights, columns)
         if rows.dim() != 2 or rows.shape[1] != wanted or rows.dtype != torch.uint8:
-            raise ShapeError(
-                "rows of a linear layer",
-                expected=f"uint8 [N, {wanted}] ({columns} columns of {weights})",
-                found=f"{dtype_name(rows.dtype)} {list(rows.shape)}",
-                fix="Read it from its file again." if weights in GGML else "Quantise the weight again.",
-            )
+            what, expected = "rows of a linear layer", f"uint8 [N, {wanted}] ({columns} columns of {weights})"
+            fix = "Read it from its file again." if weights in GGML else "Quantise the weight again."
+            raise ShapeError(what, expected=expected, found=f"{dtype_name(rows.dtype)} {list(rows.shape)}", fix=fix)
         self.in_features, self.out_features = columns, len(rows)
         self.weights, self.int8_activations = weights, int8_activations
         self._name, self._columns, self.blocks = name, columns, False
@@ -130,12 +127,9 @@ class QuantLinear(_OverRows):
         Raises ShapeError: the last dimension is not K. GradientError: a gradient would be needed.
         """
         if input.shape[-1] != self.in_features:
-            raise ShapeError(
-                "input of a quantised linear layer",
-                expected=f"[..., {self.in_features}]",
-                found=str(tuple(input.shape)),
-                fix="Pass activations of the model that this layer was made from.",
-            )
+            what = "input of a quantised linear layer"
+            fix = "Pass activations of the model that this layer was made from."
+            raise ShapeError(what, expected=f"[..., {self.in_features}]", found=str(tuple(input.shape)), fix=fix)
         if self.blocks:
             y: torch.Tensor = torch.ops.pi2.linear_blocks(input, self.rows, self.bias, self.weights)
         elif on_gpu(input) and call_mode.single_steps and self.weights not in GGML:
@@ -195,12 +189,9 @@ class QuantLinear(_OverRows):
         if f"{prefix}weight" not in state_dict and f"{prefix}bias" not in state_dict:
             super()._load_from_state_dict(state_dict, prefix, *args)
             return
-        raise ConfigError(
-            f"load_state_dict into {prefix.rstrip('.') or 'a quantised linear layer'}",
-            expected="a float model",
-            found=f"one quantised to {self.weights}",
-            fix="Load the weights into the float model, and quantise that.",
-        )
+        what = f"load_state_dict into {prefix.rstrip('.') or 'a quantised linear layer'}"
+        fix = "Load the weights into the float model, and quantise that."
+        raise ConfigError(what, expected="a float model", found=f"one quantised to {self.weights}", fix=fix)
 
     def extra_repr(self) -> str:
         activations = ", int8 activations" if self.int8_activations else ""
@@ -222,12 +213,7 @@ class QuantEmbedding(_OverRows):
     embed_scale: torch.Tensor | None
 
     def __init__(
-        self,
-        rows: torch.Tensor,
-        columns: int,
-        weights: str,
-        padding_idx: int | None = None,
-        embed_scale: torch.Tensor | None = None,
+        self, rows: torch.Tensor, columns: int, weights: str, padding_idx: int | None = None, embed_scale: Any = None
     ) -> None:
         super().__init__()
         load()

@@ -143,8 +143,7 @@ def dense_on_gpu_from(layer: PromptLayer) -> int:
 
 
 def skips_predictor(layer: PromptLayer, x: torch.Tensor) -> bool:
-    """Whether ``x [..., H]`` is a prompt for which the operator computes every gate and up (int8 activations: by
-    tiles).
+    """Whether ``x [..., H]`` is a prompt of which the operator computes every gate and up (int8: by tiles).
 
     If few neurons are predicted, following the predictor is faster. Only AVX-512 VNNI has tiles so far.
     """

@@ -119,9 +119,8 @@ class DenseForm(nn.Module):
         """Weight and bias of ``gate``, ``up`` (``[I, H]``) or ``down`` (``[H, I]``) in original neuron order."""
         rows = self.site.rows_per_neuron
         row = {"gate": 0, "up": rows - 2, "down": rows - 1}[role]
-        w_IH = row_of_each(self.in_row_order(), row, self.weights, self.site.hidden, self.dtype).index_select(
-            0, self.inverse
-        )
+        w_IH = row_of_each(self.in_row_order(), row, self.weights, self.site.hidden, self.dtype)
+        w_IH = w_IH.index_select(0, self.inverse)
         if role == "down":
             return w_IH.T.contiguous(), None if self.bias_down is None else self.bias_down.to(self.dtype)
         bias = permuted(self.bias_gate if role == "gate" else self.bias_up, self.inverse)
@@ -152,10 +151,8 @@ class DenseForm(nn.Module):
 
     def warn_of_other_weights(self) -> None:
         if self.method in LOSSY:
-            log_once(
-                f"{self.site.key} got other weights, but keeps a {self.method} plan made from the old ones: optimise "
-                "the model again"
-            )
+            what = f"{self.site.key} got other weights, but keeps a {self.method} plan made from the old ones"
+            log_once(f"{what}: optimise the model again")
 
     def assign(self, name: str, value: torch.Tensor) -> bool:
         """Write parameter ``name``, in its original shape, into the neurons; returns whether it changed any."""

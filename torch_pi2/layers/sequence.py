@@ -52,13 +52,10 @@ class FusedOutput:
 
 
 def _out_of_order(site: FFNSite, found: str) -> ConfigError:
-    return ConfigError(
-        f"calling a part of {site.key} by hand",
-        expected=f"its modules one after another, from {site.up.weight.rpartition('.')[0]} on: an optimised model "
-        "computes them as one",
-        found=found,
-        fix="Call the whole block, or torch_pi2.restore(model) first.",
-    )
+    expected = f"its modules one after another, from {site.up.weight.rpartition('.')[0]} on"
+    expected = f"{expected}: an optimised model computes them as one"
+    fix = "Call the whole block, or torch_pi2.restore(model) first."
+    return ConfigError(f"calling a part of {site.key} by hand", expected=expected, found=found, fix=fix)
 
 
 class FusedIdentity:
@@ -72,8 +69,6 @@ class FusedIdentity:
         if not isinstance(x, FusedOutput):
             raise _out_of_order(self.site, "a tensor of something else")
         if x.site.key != self.site.key or x.at != self.position:
-            raise _out_of_order(
-                self.site, "what another module than the one before it gave: one is missing, or is another"
-            )
+            raise _out_of_order(self.site, "what another module gave than the one before it, which may be missing")
         x.at += 1
         return x.ffn if self.last else x

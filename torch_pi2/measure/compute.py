@@ -1,6 +1,4 @@
-"""Compute rates: operator calls over grids of sizes, with weights from memory and not from caches, and lines fitted to
-them.
-"""
+"""Compute rates: operator calls over grids of sizes, with weights from memory, and lines fitted to them."""
 
 from __future__ import annotations
 
@@ -220,10 +218,8 @@ def kernels(weights: Weights, grid: Grid, seconds: float) -> dict[str, Kernel]:
     samples = Samples()
     for cases in _kernel_cases(weights, grid):
         time_into(samples, cases, seconds / (len(grid.kernels) * len(grid.layers)))
-    return {
-        kernel: Kernel(*(samples.lines(f"{kernel} {path}") for path in ("sparse", "dense", "linear")))
-        for kernel in grid.kernels
-    }
+    paths = ("sparse", "dense", "linear")
+    return {name: Kernel(*(samples.lines(f"{name} {path}") for path in paths)) for name in grid.kernels}
 
 
 def _kernel_cases(weights: Weights, grid: Grid) -> Iterator[list[Case]]:

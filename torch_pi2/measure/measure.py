@@ -203,10 +203,8 @@ def measure(
     about, figures = process.describe(), dict[str, Any]()
     folder = cached_path().parent if folder is None else folder
     layout = "{desc:<18}{percentage:3.0f}%|{bar}| {elapsed}"
-    with (
-        bar(None, "file", progress, total=1.0, bar_format=layout) as shown,
-        drive(folder, grid.file_bytes, 0.05 * seconds) as file,
-    ):
+    progress_bar = bar(None, "file", progress, total=1.0, bar_format=layout)
+    with progress_bar as shown, drive(folder, grid.file_bytes, 0.05 * seconds) as file:
         weights = Weights(min(grid.weights_bytes, process.memory_bytes() // 8))
         #: By part: its share of the time, and the function that measures it in given seconds.
         parts: dict[str, tuple[float, Callable[[float], Any]]] = {
@@ -224,17 +222,9 @@ def measure(
     if gpu is not None:
         notes["accelerator"] = "launches: four a layer; shared: the sum, as each has memory of its own"
         figures["accelerator"] = accelerator(gpu, figures["memory_gb_per_s"])
-    return Hardware(
-        name=about["machine"]["cpu"],
-        source="measured",
-        machine={name: str(value) for name, value in about["machine"].items()},
-        versions=about["versions"],
-        notes=notes,
-        cores=process.cores(),
-        threads=torch.get_num_threads(),
-        memory_bytes=process.memory_bytes(),
-        **figures,
-    )
+    figures |= {"cores": process.cores(), "threads": torch.get_num_threads(), "memory_bytes": process.memory_bytes()}
+    machine, versions = {name: str(value) for name, value in about["machine"].items()}, about["versions"]
+    return Hardware(about["machine"]["cpu"], "measured", machine, versions, notes, **figures)
 
 
 def _bandwidth(weights: Weights, seconds: float) -> float:

@@ -87,20 +87,13 @@ def reads(drive: Drive, seconds: float) -> Reads:
     small = {name: _medians(drive, name, [typical], drive.nbytes, each) for name in lists().engines}
     small = {name: found for name, found in small.items() if found}  # engines in this build and permitted
     best = max(small, key=lambda name: small[name][typical])
-    rows = [
-        ReadRate(block, reach, depth, per_s)
-        for reach in (drive.nbytes, drive.nbytes // 8)
-        for (block, depth), (per_s, _) in _medians(drive, best, points, reach, each).items()
-    ]
-    return Reads(
-        engine=best,
-        direct=drive.direct,
-        warm=drive.warm,
-        file_bytes=drive.nbytes,
-        stream_gb_per_s=drive.stream_gb_per_s,
-        cpu_us_per_read=six_digits(small[best][typical][1] * 1e6),
-        rates=monotone(rows),
-    )
+    rows = []
+    for reach in (drive.nbytes, drive.nbytes // 8):
+        found = _medians(drive, best, points, reach, each)
+        rows += [ReadRate(block, reach, depth, per_s) for (block, depth), (per_s, _) in found.items()]
+    own = {name: getattr(drive, name) for name in ("direct", "warm", "stream_gb_per_s")}
+    cpu_us = six_digits(small[best][typical][1] * 1e6)
+    return Reads(engine=best, file_bytes=drive.nbytes, cpu_us_per_read=cpu_us, rates=monotone(rows), **own)
 
 
 def _medians(

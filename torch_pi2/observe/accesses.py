@@ -102,9 +102,7 @@ class Accesses:
 
     @classmethod
     def load(cls, path: str | Path) -> Accesses:
-        """Read what :meth:`save` wrote. Raises ArtifactError: missing, damaged, another version, or calls that its
-        layers cannot have.
-        """
+        """Read what :meth:`save` wrote. Raises ArtifactError: missing, damage, another version, or impossible calls."""
         load()
         tensors, metadata = read_tensors(path)
         found = tuple(metadata.get(name) for name in ("format", "version"))
@@ -216,19 +214,10 @@ class record_accesses(Recording):
                 "%s: %d calls were lost: they need more than %d bytes; record less, or pass a larger capacity",
                 self.path, lost, self.capacity,
             )  # fmt: skip
-        run = {
-            "policy": store.config.policy,
-            "slots": before["slots"],
-            "hot_share": float(store.hot_share),
-            "preload": store.config.preload,
-            "window": store.config.window,
-            "resident": None if store.resident is None else list(store.resident),
-            "engine": store.describe(),
-            "wanted": wanted,
-            "hits": hits,
-            "lost": lost,
-            "whole": bool(whole),
-        }
+        resident = None if store.resident is None else list(store.resident)
+        run = {name: getattr(store.config, name) for name in ("policy", "preload", "window")}
+        run |= {"slots": before["slots"], "hot_share": float(store.hot_share), "resident": resident}
+        run |= {"engine": store.describe(), "wanted": wanted, "hits": hits, "lost": lost, "whole": bool(whole)}
         unit = SECTOR if "direct" in store.describe() else 1
         with StoreReader(store.path) as reader:
             stored = tuple(

@@ -1,6 +1,4 @@
-"""Hit rates of caches of other sizes and policies on recorded accesses (docs/TRACES.md); the C++ core replays with the
-stores' cache.
-"""
+"""Hit rates of caches of other sizes and policies on recorded accesses (docs/TRACES.md), by the stores' C++ cache."""
 
 from __future__ import annotations
 
@@ -56,15 +54,10 @@ def replay(
     run = accesses.run
     resident = run.get("resident") if hot_share is None else None
     _check(policy, hot_share, window)
-    counts_L3 = torch.ops.pi2.replay(
-        *accesses.arguments,
-        policy,
-        min(slots, accesses.slots),
-        run["hot_share"] if hot_share is None else hot_share,
-        run["preload"] if preload is None else preload,
-        run["window"] if window is None else window,
-        list(resident or ()),
-    )
+    given = {"hot_share": hot_share, "preload": preload, "window": window}
+    how = [run[name] if value is None else value for name, value in given.items()]
+    most = min(slots, accesses.slots)
+    counts_L3 = torch.ops.pi2.replay(*accesses.arguments, policy, most, *how, list(resident or ()))
     wanted, hits, _ = (int(n) for n in counts_L3.sum(0))
     missed_L = counts_L3[:, 2]
     read_bytes = sum(n * layer.read_bytes for n, layer in zip(missed_L.tolist(), accesses.stored, strict=True))

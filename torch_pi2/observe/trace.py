@@ -42,12 +42,8 @@ STAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("read", ("layer", "chunk")),
 )
 #: Name and unit of each counter, in the order of ``TraceCounter`` there.
-COUNTERS = (
-    ("reads under way", "reads"),
-    ("bytes read", "bytes"),
-    ("cache: hot", "bundles"),
-    ("cache: cold", "bundles"),
-)
+COUNTERS: tuple[tuple[str, str], ...] = (("reads under way", "reads"), ("bytes read", "bytes"))
+COUNTERS += (("cache: hot", "bundles"), ("cache: cold", "bundles"))
 _SPAN, _ASYNC, _COUNTER = range(3)
 
 #: Default number of events kept per thread: some 10 MB when full.

@@ -62,12 +62,9 @@ class Watch:
         layers = sparse_layers(model)
         known = _profiled(model)
         cuts = {layer.site.key: known.get(layer.site.key, layer.threshold) for layer in layers}
-        self._groups = [
-            _Group(
-                [y for y in layers if (y.site.experts is not None) == routed], cuts, () if routed else self.batch_sizes
-            )
-            for routed in (False, True)
-        ]
+        experts = [y for y in layers if y.site.experts is not None]
+        others = [y for y in layers if y.site.experts is None]
+        self._groups = [_Group(others, cuts, self.batch_sizes), _Group(experts, cuts, ())]
         self._groups = [group for group in self._groups if group.layers]
         self._keys = [layer.site.key for layer in layers]
         # the number of experts that a token is routed to in a module; 0: no mixture
@@ -149,9 +146,8 @@ class _Group:
         self.cuts = [cuts[layer.site.key] for layer in layers]
         self._number = 0  # of the core's watch; 0: none is under way
         # counts of the watch that has ended, in the layout of ``firing_read``
-        self._ended = [
-            torch.zeros((1 + len(self.sizes), 1 + layer.site.intermediate), dtype=torch.int64) for layer in layers
-        ]
+        shapes = [(1 + len(self.sizes), 1 + layer.site.intermediate) for layer in layers]
+        self._ended = [torch.zeros(shape, dtype=torch.int64) for shape in shapes]
 
     def start(self) -> None:
         first = self.layers[0]

@@ -55,15 +55,8 @@ class Shaped:
 
 
 #: Key of a parameter in a text -> field of :class:`Shaped`, and default.
-_NUMBERS = {
-    "in": ("scale_in", 1.0),
-    "out": ("scale_out", 1.0),
-    "limit": ("limit", inf),
-    "plus": ("plus", 0.0),
-    "sigmas": ("sigmas", -inf),
-    "second": ("second", 0.0),
-    "rms": ("rms", 0.0),
-}
+_NUMBERS = {"in": ("scale_in", 1.0), "out": ("scale_out", 1.0), "limit": ("limit", inf), "plus": ("plus", 0.0)}
+_NUMBERS |= {"sigmas": ("sigmas", -inf), "second": ("second", 0.0), "rms": ("rms", 0.0)}
 
 
 @lru_cache(maxsize=1024)
@@ -156,12 +149,9 @@ def swapped(activation: str) -> str:
 def check_plain(activation: str, what: str = "kernels on a GPU") -> None:
     """Raises UnsupportedModelError unless GPU kernels (``what``) have this activation."""
     if activation not in ON_A_GPU:
-        raise UnsupportedModelError(
-            f"activation {activation}",
-            expected=f"one of {', '.join(ON_A_GPU)}: {what} have no others",
-            found="numbers of its own" if "[" in activation else "another",
-            fix="Keep this model on the CPU, in PyTorch.",
-        )
+        expected = f"one of {', '.join(ON_A_GPU)}: {what} have no others"
+        found, fix = "numbers of its own" if "[" in activation else "another", "Keep this model on the CPU, in PyTorch."
+        raise UnsupportedModelError(f"activation {activation}", expected=expected, found=found, fix=fix)
 
 
 def _known(activation: str) -> Shaped:

@@ -144,13 +144,7 @@ def predicted_ffn(
 
 
 def predicted(
-    x: torch.Tensor,
-    predictor: list[torch.Tensor],
-    kind: str,
-    cut: float,
-    weights: str,
-    int8_activations: bool,
-    ops: Any = predictors,
+    x: torch.Tensor, predictor: list, kind: str, cut: float, weights: str, int8: bool, ops: Any = predictors
 ) -> torch.Tensor:
     """Neurons that :func:`predicted_ffn`'s predictor selects, bool ``[..., rows]``; ``ops``: references or kernels."""
     if kind == "signbit":
@@ -160,7 +154,7 @@ def predicted(
         mask = ops.predict_lowrank(x, a, a_scale, b, b_scale, bias[0] if bias else None, cut)
     else:
         a, b, *bias = predictor
-        mask = ops.predict_lowrank_q(x, a, b, bias[0] if bias else None, weights, int8_activations, cut)
+        mask = ops.predict_lowrank_q(x, a, b, bias[0] if bias else None, weights, int8, cut)
     return mask
 
 
@@ -195,8 +189,7 @@ def stored_ffn(
 ) -> torch.Tensor:
     """The feed-forward layer whose neurons are those of ``layer`` in a store: ``x [..., H]`` -> ``[..., H]``.
 
-    The result does not depend on what is cached: it is ``predicted_ffn`` (for ``kind`` ``none``: ``sparse_ffn``) over
-    the reader's neurons.
+    The result, whatever is cached, is that of ``predicted_ffn`` (``kind`` ``none``: ``sparse_ffn``).
 
     Args:
         reader: a ``torch_pi2.store.storefile.StoreReader``; the operator takes the number of an open store.

@@ -83,7 +83,6 @@ def _run(rows: torch.Tensor, weights: str, columns: int) -> tuple[int, int, int]
 @operator(lambda call: call.x.new_empty((*call.x.shape[:-1], call.blocks.shape[0])))
 def linear_blocks(x: torch.Tensor, blocks: torch.Tensor, bias: torch.Tensor | None, weights: str) -> torch.Tensor:
     """:func:`linear` with int8 activations over ``blocks`` of :func:`to_blocks`, uint8 ``[N, row_bytes(K)]``; N a
-    multiple of 16, K of 64; ``x [..., K]`` float32, bfloat16 or float16. A token's bits do not depend on the other
-    tokens.
+    multiple of 16, K of 64; ``x [..., K]`` float32, bfloat16 or float16. A token's bits depend on it alone.
     """
     return linear(x, from_blocks(blocks, weights, x.shape[-1]), bias, weights, True)

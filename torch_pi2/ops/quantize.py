@@ -1,7 +1,6 @@
 """``quantize`` and ``dequantize``: floats and quantised rows (:mod:`torch_pi2.ops.rows` has their layout).
 
-The C++ core mirrors ``quantize`` bit for bit: every step is one rounding in float32 (sums: in float64, in order of the
-columns).
+The C++ core mirrors ``quantize`` bit for bit: each step rounds once in float32 (sums: float64, column by column).
 """
 
 from __future__ import annotations

@@ -129,8 +129,7 @@ def _sums(layer: LayerShape, tokens: float) -> dict[str, np.ndarray]:
     """Sums over the neurons from h on, for each h from 0 to I.
 
     ``predicted``: neurons selected for any of the tokens. ``computed``: neurons read beyond their gate row. ``pairs``:
-    multiplied (token, row) pairs of cold neurons. ``hot_down``: (token, neuron) pairs of hot neurons that use the down
-    row.
+    multiplied (token, row) pairs of cold neurons. ``hot_down``: (token, neuron) pairs of hot neurons with down.
     """
     every_I, one_I, first_rows = np.ones(layer.intermediate), layer.frequency(1), layer.rows - 1
     if layer.predictor is not None:
@@ -158,8 +157,7 @@ def expected_misses(
     """Float64 ``[layers]``: slots that a step of ``batch`` tokens reads with a cache of ``slots`` slots.
 
     Neurons are taken as independent, with their measured frequencies (hot: every step; on the accelerator: never), and
-    the cache as holding the most frequent ones, the limit of ``lfu``. Real tokens repeat neurons of earlier ones and
-    miss less.
+    the cache as holding the most frequent ones, the limit of ``lfu``. Real tokens repeat neurons and miss less.
     """
     wanted_L, room = [], min(slots, shape.slots)
     for layer, count, h, first in zip(shape.layers, resident, hot, accelerator, strict=True):
@@ -223,9 +221,8 @@ def ffn_ms(layer: LayerShape, hardware: Hardware, batch: float, hot: int, accele
     else:
         cold_bytes = computed * layer.neuron_bytes
         if hot < size:
-            weights, every = (
-                (layer.rank * (layer.hidden + n) if layer.rank else layer.hidden * n) for n in (size - hot, size)
-            )
+            sizes = (size - hot, size)
+            weights, every = ((layer.rank * (layer.hidden + n) if layer.rank else layer.hidden * n) for n in sizes)
             predictor_bytes = layer.predictor_bytes * weights / every
             line = hardware.line("linear", layer.predictor, tokens)
             macs = tokens * weights * (1.0 if layer.rank else _SIGN)
@@ -333,9 +330,7 @@ def reads(
     return found + runs, max(drive_us, cold * hardware.store.slot_us) / 1e3, hot_ms
 
 
-def _io_ms(
-    hardware: Hardware, found: tuple[float, float, float], ms: Mapping[str, float], whole: bool, on_accelerator: bool
-) -> float:
+def _io_ms(hardware: Hardware, found: tuple[float, ...], ms: Mapping[str, float], whole: bool, divided: bool) -> float:
     """Milliseconds that reads, as counted by :func:`reads`, add to a layer.
 
     A layer that is read whole overlaps with the previous layer and the attention between.
@@ -347,7 +342,7 @@ def _io_ms(
     (count, cold, hot), compute = found, ms["hot"] + ms["cold"]
     if whole:
         return max(0.0, cold + hot - ms["rest"] - compute)
-    reading = cold + max(0.0, hot - ms["rest"] if on_accelerator else hot)
+    reading = cold + max(0.0, hot - ms["rest"] if divided else hot)
     if reading <= 0:
         return 0.0
     chunks, cpu_ms = constants().chunks, count * hardware.reads.cpu_us_per_read / hardware.threads / 1e3

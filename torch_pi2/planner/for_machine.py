@@ -58,13 +58,9 @@ def choose(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], cap
     one_each = csr_array((np.ones(len(cost)), (layer, np.arange(len(cost)))))
     scale = max(1.0, float(capacity))
     fits = LinearConstraint(nbytes[None] / scale, -np.inf, capacity / scale)
-    solution = milp(
-        cost,
-        integrality=np.ones(len(cost)),
-        bounds=Bounds(0, 1),
-        constraints=[fits, LinearConstraint(one_each, 1.0, 1.0)],
-        options={"time_limit": SECONDS, "mip_rel_gap": GAP},
-    )
+    limits, whole = [fits, LinearConstraint(one_each, 1.0, 1.0)], np.ones(len(cost))
+    options = {"time_limit": SECONDS, "mip_rel_gap": GAP}
+    solution = milp(cost, integrality=whole, bounds=Bounds(0, 1), constraints=limits, options=options)
     if solution.x is None:  # time limit
         return [0] * len(costs)
     picked = [int(np.argmax(options)) for options in np.split(solution.x, ends[:-1])]
@@ -130,15 +126,9 @@ def plan_for(
         Field(stats, f"planning a {type(model).__name__}", fix, CalibrationError).wrong(expected, "none")
     base = without_hot(state.plan)
     shape = ModelShape.of(model, known, base)
-    request = Request(
-        shape,
-        hardware if isinstance(hardware, Hardware) else find_hardware(hardware),
-        None if budget is None else parse_bytes(budget),
-        parse_bytes(accelerator_memory),
-        batches,
-        context,
-        fixed_hot_set,
-    )
+    found = hardware if isinstance(hardware, Hardware) else find_hardware(hardware)
+    ours, theirs = None if budget is None else parse_bytes(budget), parse_bytes(accelerator_memory)
+    request = Request(shape, found, ours, theirs, batches, context, fixed_hot_set)
     return with_hardware(base, solve(request, progress=progress))
 
 
@@ -260,9 +250,7 @@ def _with_accelerator(request: Request) -> dict[int, tuple[Counts, Counts]]:
     return plan
 
 
-def _options(
-    request: Request, group: Sequence[int], firsts: Sequence[Sequence[int]]
-) -> list[list[tuple[float, int, int]]]:
+def _options(request: Request, group: Sequence[int], firsts: Sequence[Sequence]) -> list[list[tuple[float, int, int]]]:
     """Per layer and number of neurons the accelerator may hold: (milliseconds, hot neurons, neurons it computes)."""
     theirs, options = request.hardware.accelerator, []
     shared = theirs is not None and not theirs.holds_rest

@@ -1,6 +1,4 @@
-"""The greedy plan, by measured frequencies alone: the most frequent neurons are hot; the others get the cheapest
-method, by layer.
-"""
+"""The greedy plan, by measured frequencies alone: the most frequent are hot; others get the layer's cheapest method."""
 
 from __future__ import annotations
 
@@ -51,8 +49,7 @@ def plan_layer(
     site: FFNSite, all_stats: ActivationStats, predictor: AnyPredictor | None, config: Config, weight_bytes: int
 ) -> LayerPlan:
     """Plan one FFN, or expert, from its statistics. ``weight_bytes``: of one FFN weight, to compare the bytes a
-    predictor reads with those it saves. Raises ConfigError: no predictor for a method that needs one, or statistics of
-    another ``sparsity``.
+    predictor reads with those it saves. Raises ConfigError: no predictor, or statistics of another ``sparsity``.
     """
     stats = all_stats[site.key]
     frequency_I = stats.frequency()
@@ -81,9 +78,10 @@ def plan_layer(
         return gated
     if predictor is None or predictor.card is None:
         if config.method in PREDICTED:
-            argument(
-                config.method, f"method of {site.key}", "Call torch_pi2.fit first, or choose method='auto'."
-            ).wrong(f"a fitted predictor for '{config.method}'", "none")
+            fix = "Call torch_pi2.fit first, or choose method='auto'."
+            argument(config.method, f"method of {site.key}", fix).wrong(
+                f"a fitted predictor for '{config.method}'", "none"
+            )
         return gated
     kind = getattr(predictor, "kind", Method.LOWRANK)
     if config.method in PREDICTED and config.method != kind:
@@ -110,11 +108,7 @@ def gated_bytes(site: FFNSite, active: float, weight_bytes: int) -> float:
 
 
 def plan_experts(
-    sites: Sequence[FFNSite],
-    stats: ActivationStats,
-    predictors: Mapping[str, AnyPredictor],
-    config: Config,
-    weight_bytes: int,
+    sites: Sequence[FFNSite], stats: ActivationStats, predictors: Mapping, config: Config, weight_bytes: int
 ) -> list[LayerPlan]:
     """:func:`plan_layer` for experts of a module, of one method; predictors if all have some and read less together."""
     layers = [plan_layer(site, stats, predictors.get(site.key), config, weight_bytes) for site in sites]
@@ -138,12 +132,10 @@ def _bytes(predictor: AnyPredictor) -> int:
 def _check_threshold(site: FFNSite, all_stats: ActivationStats, config: Config) -> None:
     made = {name: all_stats.made_by.get(name, getattr(Config, name)) for name in ("score", "max_loss")}
     if made != {name: getattr(config, name) for name in made}:
-        raise ConfigError(
-            f"threshold of {site.key}",
-            expected=f"statistics taken with score={config.score!r} and max_loss={config.max_loss}",
-            found=f"score={made['score']!r} and max_loss={made['max_loss']}",
-            fix="Profile again with this config (torch_pi2.profile(..., config=config)).",
-        )
+        expected = f"statistics taken with score={config.score!r} and max_loss={config.max_loss}"
+        other = f"score={made['score']!r} and max_loss={made['max_loss']}"
+        fix = "Profile again with this config (torch_pi2.profile(..., config=config))."
+        raise ConfigError(f"threshold of {site.key}", expected=expected, found=other, fix=fix)
     if config.max_loss is not None:
         return
     found, wanted = all_stats[site.key].threshold, all_stats.threshold_for(site.key, config.sparsity)
@@ -154,11 +146,7 @@ def _check_threshold(site: FFNSite, all_stats: ActivationStats, config: Config) 
 
 
 def greedy_plan(
-    sites: Sequence[FFNSite],
-    stats: ActivationStats,
-    predictors: Mapping[str, AnyPredictor] | None,
-    config: Config,
-    weight_bytes: int = 2,
+    sites: Sequence[FFNSite], stats: ActivationStats, predictors: Mapping | None, config: Config, weight_bytes: int = 2
 ) -> Plan:
     """The plan of a whole model; ``made_by`` records settings and calibration."""
     fitted = predictors or {}

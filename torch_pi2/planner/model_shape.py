@@ -212,9 +212,8 @@ class ModelShape:
         Raises ConfigError: the model is dense or has another plan, or a layer has no statistics. StaleArtifactError:
         statistics of other weights.
         """
-        check_made_from(
-            "statistics to plan with", stats.model_hash, plan.model_hash, "those of FFN weights", "Profile this model."
-        )
+        ours, theirs, fix = stats.model_hash, plan.model_hash, "Profile this model."
+        check_made_from("statistics to plan with", ours, theirs, "those of FFN weights", fix)
         head: Any = getattr(model, "get_output_embeddings", lambda: None)()
         linears = [m for m in model.modules() if isinstance(m, QuantLinear | nn.Linear) and m is not head]
         config: Any = getattr(model, "config", None)
@@ -258,12 +257,10 @@ def _layers(model: nn.Module, stats: ActivationStats, plan: Plan) -> list[LayerS
     parts = {part.site.key: part for part in sparse_layers(model)}
     missing = [layer.site.key for layer in plan.layers if layer.site.key not in parts]
     if missing or len(parts) != len(plan.layers):
-        raise ConfigError(
-            f"the shape of a {type(model).__name__}",
-            expected=f"a model with the {len(plan.layers)} layers of its plan",
-            found=f"none of {missing[0]}" if missing else f"{len(parts)} layers",
-            fix="Pass the model that torch_pi2.optimize or torch_pi2.load gave, with its own plan.",
-        )
+        expected = f"a model with the {len(plan.layers)} layers of its plan"
+        found = f"none of {missing[0]}" if missing else f"{len(parts)} layers"
+        fix = "Pass the model that torch_pi2.optimize or torch_pi2.load gave, with its own plan."
+        raise ConfigError(f"the shape of a {type(model).__name__}", expected=expected, found=found, fix=fix)
     state, entries, config = ModelState.of(model), dict[str, LayerEntry](), OffloadConfig()
     predictors = state.predictors if isinstance(state, SparseState) else {}
     if state is not None and state.store is not None:
@@ -313,11 +310,8 @@ def _layers(model: nn.Module, stats: ActivationStats, plan: Plan) -> list[LayerS
 def _frequencies(stats: LayerStats, layer: LayerPlan) -> tuple[tuple[int, np.ndarray], ...]:
     """By number of tokens, in plan order."""
     order = layer.order.long()
-    found = [
-        (size, (stats.batch_fired[k].double() / n)[order].numpy())
-        for k, (size, n) in enumerate(zip(stats.batch_sizes, stats.batch_groups.tolist()))
-        if n > 0
-    ]
+    by_size = zip(stats.batch_sizes, stats.batch_fired, stats.batch_groups.tolist())
+    found = [(size, (fired.double() / n)[order].numpy()) for size, fired, n in by_size if n > 0]
     if not found or found[0][0] != 1:
         one = stats.fired.double() / stats.tokens if stats.tokens else torch.full(order.shape, layer.expected_active)
         found.insert(0, (1, one.double()[order].numpy()))

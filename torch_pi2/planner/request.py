@@ -113,17 +113,10 @@ class Request:
         """Predicted milliseconds of a step, by part; cached."""
         key = (batch, hot, accelerator)
         if key not in self._steps:
-            self._steps[key] = step_ms(
-                self.shape,
-                self.used,
-                batch=batch,
-                context=self.context,
-                hot=hot,
-                accelerator=accelerator,
-                resident=self.resident(batch, accelerator),
-                cache_bytes=self.cache_bytes(batch) if self.stored else None,
-                offload=self.offload,
-            )
+            cache_bytes, resident = self.cache_bytes(batch) if self.stored else None, self.resident(batch, accelerator)
+            how: Any = {"context": self.context, "offload": self.offload, "cache_bytes": cache_bytes}
+            how |= {"hot": hot, "accelerator": accelerator, "resident": resident}
+            self._steps[key] = step_ms(self.shape, self.used, batch=batch, **how)
         return self._steps[key]
 
     def resident(self, batch: int, accelerator: Counts) -> Counts:
@@ -131,9 +124,7 @@ class Request:
         share = int(_RESIDENT_SHARE * self.slots(batch)) / self.shape.slots if self.stored else 0.0
         firsts = accelerator or (0,) * len(self.shape.layers)
         pairs = zip(self.shape.layers, firsts, strict=True)
-        return tuple(
-            min(int(share * y.slots) * y.cluster, (y.intermediate - n) // y.cluster * y.cluster) for y, n in pairs
-        )
+        return tuple(min(int(share * y.slots), (y.intermediate - n) // y.cluster) * y.cluster for y, n in pairs)
 
 
 def _refused(name: str, expected: str, value: object) -> ConfigError:
@@ -148,20 +139,16 @@ def check(request: Request) -> None:
         raise _refused("accelerator_memory", "0 or more bytes", request.accelerator_bytes)
     theirs, hardware = request.hardware.accelerator, request.hardware
     if request.budget_bytes is not None and request.budget_bytes < (least := request.smallest()):
-        raise ConfigError(
-            f"budget of {request.budget_bytes / 2**20:.1f} MiB for batches to {request.batches[-1]} of "
-            f"{request.context} tokens",
-            expected=f"at least {least} bytes ({-(-least // 2**20)} MiB), for all but neurons",
-            found=f"{request.budget_bytes} bytes",
-            fix="Give it more, or plan for fewer sequences (batches) or a shorter context.",
-        )
+        steps = f"batches to {request.batches[-1]} of {request.context} tokens"
+        what, found = f"budget of {request.budget_bytes / 2**20:.1f} MiB for {steps}", f"{request.budget_bytes} bytes"
+        expected = f"at least {least} bytes ({-(-least // 2**20)} MiB), for all but neurons"
+        fix = "Give it more, or plan for fewer sequences (batches) or a shorter context."
+        raise ConfigError(what, expected=expected, found=found, fix=fix)
     if request.accelerator_bytes > (theirs.memory_bytes if theirs else 0):
-        raise ConfigError(
-            f"accelerator memory of {request.accelerator_bytes} bytes",
-            expected=f"at most {theirs.memory_bytes} bytes, which {theirs.name} has" if theirs else "0 bytes",
-            found="more" if theirs else f"{hardware.name}, which has no accelerator",
-            fix="Give it less, or leave it out.",
-        )
+        what = f"accelerator memory of {request.accelerator_bytes} bytes"
+        expected = f"at most {theirs.memory_bytes} bytes, which {theirs.name} has" if theirs else "0 bytes"
+        found = "more" if theirs else f"{hardware.name}, which has no accelerator"
+        raise ConfigError(what, expected=expected, found=found, fix="Give it less, or leave it out.")
     two = next((layer for layer in request.shape.layers if has_two_formats(layer.weights)), None)
     if request.accelerator_bytes and two is not None:
         fix = "Leave it out, or import the model's file with neurons='int8'."

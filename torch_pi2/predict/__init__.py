@@ -35,12 +35,9 @@ PER_NEURON = frozenset(name for p in PREDICTORS.values() for name in p.per_neuro
 
 
 #: Class -> its methods and properties. Kernels read the tensors, and ask none of these.
+_MEMBERS = FunctionType | property | staticmethod | classmethod
 _OWN = {
-    kind: {
-        name: member
-        for name in dir(kind)
-        if isinstance(member := getattr_static(kind, name), FunctionType | property | staticmethod | classmethod)
-    }
+    kind: {name: own for name in dir(kind) if isinstance(own := getattr_static(kind, name), _MEMBERS)}
     for kind in (LowRankRows, LowRank, SignBit)
 }
 
@@ -50,12 +47,10 @@ def check_known(key: str, predictor: Any) -> None:
     own = next((members for kind, members in _OWN.items() if isinstance(predictor, kind)), None)
     changed = [name for name, member in (own or {}).items() if getattr_static(predictor, name, None) is not member]
     if own is None or set(changed) - {"__init__"}:
-        raise ConfigError(
-            f"predictor of {key}",
-            expected="a LowRank, LowRankRows or SignBit as it is: layers read its tensors, and call no method of it",
-            found=type(predictor).__name__ + (f" with its own {', '.join(changed)}" if own else ""),
-            fix="Try it with NeuronClusterMode, which takes any object with scores and threshold, on the dense model.",
-        )
+        expected = "a LowRank, LowRankRows or SignBit as it is: layers read its tensors, and call no method of it"
+        found = type(predictor).__name__ + (f" with its own {', '.join(changed)}" if own else "")
+        fix = "Try it with NeuronClusterMode, which takes any object with scores and threshold, on the dense model."
+        raise ConfigError(f"predictor of {key}", expected=expected, found=found, fix=fix)
 
 
 def check_all_known(predictors: Mapping[str, Any]) -> None:

@@ -13,8 +13,7 @@ from torch_pi2.types.site import FFNSite
 
 class Cold(NamedTuple):
     """A layer's part of a predictor. ``kind``: its name in operators. ``weights``: format of quantised rows, else "".
-    ``cut``: replaces the threshold. ``in_blocks``: rows are in blocks of 16; there is a bias, and b may begin with
-    padding rows.
+    ``cut``: replaces the threshold. ``in_blocks``: rows are in blocks of 16; with a bias; b may begin with padding.
     """
 
     kind: str
@@ -33,19 +32,15 @@ def layer_tensors(
     """The ``wanted`` tensors of ``found``, and ``bias``. Raises ConfigError: none; ShapeError, DtypeError: others."""
     missing = [name for name in wanted if name != "bias" and name not in (found or {})]
     if found is None or missing:
-        raise ConfigError(
-            f"predictor of {site.key}",
-            expected=f"tensors {', '.join(wanted)}, as its plan says {method!r}",
-            found="none" if found is None else f"no {', '.join(missing)}",
-            fix=f"Fit predictors (torch_pi2.fit with method={method!r}) and pass them, or plan without them.",
-        )
+        what, none = f"predictor of {site.key}", "none" if found is None else f"no {', '.join(missing)}"
+        expected = f"tensors {', '.join(wanted)}, as its plan says {method!r}"
+        fix = f"Fit predictors (torch_pi2.fit with method={method!r}) and pass them, or plan without them."
+        raise ConfigError(what, expected=expected, found=none, fix=fix)
     for name, (shape, dtype) in wanted.items():
         tensor = found.get(name)
         if tensor is not None and tuple(tensor.shape) != shape:
-            fix = "It was made for another layer."
-            raise ShapeError(
-                f"predictor {name} of {site.key}", expected=str(shape), found=str(tuple(tensor.shape)), fix=fix
-            )
+            found_shape, fix = str(tuple(tensor.shape)), "It was made for another layer."
+            raise ShapeError(f"predictor {name} of {site.key}", expected=str(shape), found=found_shape, fix=fix)
         if tensor is not None and tensor.dtype != dtype:
             fix = "Use a predictor made by torch_pi2.fit."
             raise DtypeError(f"predictor {name} of {site.key}", expected=str(dtype), found=str(tensor.dtype), fix=fix)

@@ -99,9 +99,7 @@ def load_predictors(folder: str | Path, *, model_hash: str | None = None) -> Fit
     return predictors_of(meta, tensors.get, path, model_hash)
 
 
-def predictors_of(
-    meta: Mapping[str, str], tensor: ReadTensor, where: Path | str, model_hash: str | None
-) -> FittedPredictors:
+def predictors_of(meta: Mapping, tensor: ReadTensor, where: Path | str, model_hash: str | None) -> FittedPredictors:
     """Predictors from the metadata and tensors of the file ``where``; raises as :func:`load_predictors`."""
     result = FittedPredictors(each_predictor(meta, tensor, where, model_hash))
     result.model_hash = meta["model_hash"]

@@ -81,9 +81,7 @@ class LowRank:
         return {}
 
     @staticmethod
-    def of_cold(
-        site: FFNSite, cold: torch.Tensor, tensors: Mapping[str, torch.Tensor] | None, int8_activations: bool
-    ) -> Cold:
+    def of_cold(site: FFNSite, cold: torch.Tensor, tensors: Mapping | None, int8_activations: bool) -> Cold:
         """A layer's part of :meth:`tensors` (of either class) for its ``cold`` neurons. Raises as ``layer_tensors``."""
         a = (tensors or {}).get("a")
         if a is not None and a.dtype == torch.uint8:
@@ -101,9 +99,8 @@ class LowRank:
             kept.setdefault("bias", torch.zeros(len(cold)))
             b = b[filled]
             both = new_tensor((a.numel() + b.numel(),), torch.uint8)  # either alone is often too small for huge pages
-            for name, rows, columns, memory in zip(
-                "ab", (a, b), (site.hidden, rank), both.split([a.numel(), b.numel()])
-            ):
+            parts = both.split([a.numel(), b.numel()])
+            for name, rows, columns, memory in zip("ab", (a, b), (site.hidden, rank), parts):
                 kept[name] = memory.view(rows.shape).copy_(to_blocks(rows, weights, columns))
             return Cold("lowrank_q", kept, weights, in_blocks=True)
         wanted = _of_int8(0 if a is None else len(a), site.intermediate, site.hidden)

@@ -75,11 +75,8 @@ class SignBit:
 
     def scores(self, x_TH: torch.Tensor) -> torch.Tensor:
         """``[T, I]`` float32: number of products whose signs agree."""
-        bits_IH = (
-            (self.signs[..., None] >> torch.arange(8, dtype=torch.uint8, device=self.signs.device) & 1)
-            .flatten(-2)[:, : self.hidden]
-            .float()
-        )
+        shifts = torch.arange(8, dtype=torch.uint8, device=self.signs.device)
+        bits_IH = (self.signs[..., None] >> shifts & 1).flatten(-2)[:, : self.hidden].float()
         signs_IH, signs_TH = 1 - 2 * bits_IH, 1 - 2 * (x_TH < 0).float()
         return (signs_TH @ signs_IH.T + self.hidden) / 2
 
@@ -96,16 +93,12 @@ class SignBit:
         return {}
 
     @classmethod
-    def read(
-        cls, tensors: Mapping[str, torch.Tensor], entry: Field, threshold: float, card: PredictorCard | None
-    ) -> SignBit:
+    def read(cls, tensors: Mapping, entry: Field, threshold: float, card: PredictorCard | None) -> SignBit:
         """:meth:`from_tensors`, where the threshold is."""
         return cls.from_tensors(tensors, card)
 
     @staticmethod
-    def of_cold(
-        site: FFNSite, cold: torch.Tensor, tensors: Mapping[str, torch.Tensor] | None, int8_activations: bool
-    ) -> Cold:
+    def of_cold(site: FFNSite, cold: torch.Tensor, tensors: Mapping | None, int8_activations: bool) -> Cold:
         """A layer's part of :meth:`tensors` for its ``cold`` neurons (int64); raises as ``layer_tensors``."""
         wanted = {
             "signs": ((site.intermediate, sign_bytes(site.hidden)), torch.uint8),

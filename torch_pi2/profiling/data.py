@@ -121,12 +121,9 @@ def batches(
         total += batch.n_tokens
         yield batch.on_the_cpu()
     if known and total < least:
-        raise CalibrationError(
-            "calibration data",
-            expected=f"at least {MIN_TOKENS} tokens (a few thousand are better)",
-            found=f"{total} tokens" if total else "none",
-            fix="Pass more text; torch_pi2.profiling.text.stdlib_text('train') needs no download.",
-        )
+        what, expected = "calibration data", f"at least {MIN_TOKENS} tokens (a few thousand are better)"
+        fix = "Pass more text; torch_pi2.profiling.text.stdlib_text('train') needs no download."
+        raise CalibrationError(what, expected=expected, found=f"{total} tokens" if total else "none", fix=fix)
 
 
 def calibration_batches(
@@ -175,12 +172,10 @@ def check_ids(model: nn.Module, batch: Batch) -> None:
             ids.wrong(f"0 to {vocabulary - 1} (the model's vocabulary)", f"{low} to {high}")
     for positions in numbers_of(model, "max_position_embeddings"):
         if ids_BT.shape[1] > positions:
-            raise CalibrationError(
-                "tokens of a calibration sequence",
-                expected=f"at most {positions}, the positions that the model has (max_position_embeddings)",
-                found=str(ids_BT.shape[1]),
-                fix="Choose a smaller seq_len; dicts and ids [B, T] of an iterable are not cut: pass shorter ones.",
-            )
+            what = "tokens of a calibration sequence"
+            expected = f"at most {positions}, the positions that the model has (max_position_embeddings)"
+            fix = "Choose a smaller seq_len; dicts and ids [B, T] of an iterable are not cut: pass shorter ones."
+            raise CalibrationError(what, expected=expected, found=str(ids_BT.shape[1]), fix=fix)
 
 
 def _normalise(data: Any, tokenizer: Any, batch_size: int, seq_len: int, opening: list[int]) -> Iterator[Batch]:
@@ -204,15 +199,11 @@ def _only_text(item: Any) -> bool:
 
 def _form_error(item: Any) -> CalibrationError:
     texts = isinstance(item, Mapping | tuple | list) and _only_text(item)
-    return CalibrationError(
-        "form of the calibration data",
-        expected=_FORMS,
-        found=f"{type(item).__name__}{' with text' * texts}",
-        fix="Pass [row['text'] for row in data], or for chats "
-        "[tokenizer.apply_chat_template(row['messages'], tokenize=False) for row in data]."
-        if texts
-        else "Convert it, or wrap the model's positional arguments of each call in a tuple.",
-    )
+    chats = "[tokenizer.apply_chat_template(row['messages'], tokenize=False) for row in data]"
+    other = "Convert it, or wrap the model's positional arguments of each call in a tuple."
+    fix = f"Pass [row['text'] for row in data], or for chats {chats}." if texts else other
+    found = f"{type(item).__name__}{' with text' * texts}"
+    return CalibrationError("form of the calibration data", expected=_FORMS, found=found, fix=fix)
 
 
 def _are_ids(values: Any) -> bool:
@@ -286,10 +277,8 @@ def _from_dict(item: Mapping[str, Any]) -> Batch:
     ids_BT = ids_BT.reshape(1, -1) if ids_BT.dim() == 1 else ids_BT
     mask_BT = torch.ones_like(ids_BT).bool() if mask is None else torch.as_tensor(mask).bool()
     if mask_BT.numel() != ids_BT.numel():
-        mask = Field(
-            mask, "attention_mask", "Pass the mask that the tokenizer gave with these ids, or none.", CalibrationError
-        )
-        mask.wrong(f"one for every id, {tuple(ids_BT.shape)}", f"{tuple(mask_BT.shape)}")
+        given = Field(mask, "attention_mask", "Pass the tokenizer's mask of these ids, or none.", CalibrationError)
+        given.wrong(f"one for every id, {tuple(ids_BT.shape)}", f"{tuple(mask_BT.shape)}")
     mask_BT = mask_BT.reshape(ids_BT.shape)
     return Batch(ids_BT, mask_BT, (), kwargs)
 

@@ -1,8 +1,7 @@
 """Records which neurons fire while a model runs: a dispatch mode for plain FFNs, hooks for mixtures of experts.
 
 The model is neither changed nor traced. Matmuls are recognised by their weight
-(:class:`torch_pi2.graph.dispatch.MatmulIndex`). A sink gets one call of one FFN at a time, so memory does not grow with
-the data.
+(:class:`torch_pi2.graph.dispatch.MatmulIndex`). A sink gets one FFN call at a time, so memory stays bounded.
 """
 
 from __future__ import annotations
@@ -264,9 +263,11 @@ def record(
 
 def threshold_map(sites: Sequence[FFNSite], thresholds: float | Mapping[str, Cut] | None) -> dict[str, float | Cut]:
     """One firing threshold per site, from one number for all or a mapping; None: 0 (exact zeros)."""
-    given: Mapping[str, float | Cut] = (
-        {s.key: float(thresholds) for s in sites} if isinstance(thresholds, (int, float)) else dict(thresholds or {})
-    )
+    given: Mapping[str, float | Cut] = {}
+    if isinstance(thresholds, (int, float)):
+        given = {s.key: float(thresholds) for s in sites}
+    elif thresholds:
+        given = dict(thresholds)
     unknown = set(given) - {s.key for s in sites}
     bad = {k: v for k, v in given.items() if not all(0 <= end < math.inf for end in (torch.as_tensor(v).aminmax()))}
     if unknown or bad:

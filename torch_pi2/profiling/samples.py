@@ -48,10 +48,9 @@ class Samples:
     def split(self, held_back: float) -> tuple[Samples, Samples]:
         """``(fitting part, held-back part)``; the latter is the last ``held_back`` share of the tokens."""
         cut = max(1, min(len(self) - 1, round(len(self) * (1 - held_back))))
-        return (
-            Samples(self.x_NH[:cut], self.fired_bits[:cut], self.intermediate),
-            Samples(self.x_NH[cut:], self.fired_bits[cut:], self.intermediate),
-        )
+        halves = (slice(cut), slice(cut, None))
+        one, other = (Samples(self.x_NH[half], self.fired_bits[half], self.intermediate) for half in halves)
+        return one, other
 
 
 class _Collector:

@@ -46,9 +46,7 @@ class GraphLayer:
         return [str(size) for size in x.shape] == [str(size) for size in y.shape]
 
 
-def find_experts(
-    gm: fx.GraphModule, tensors: Mapping[fx.Node, torch.Tensor]
-) -> tuple[list[GraphLayer], dict[str, str]]:
+def find_experts(gm: fx.GraphModule, tensors: Mapping[fx.Node, torch.Tensor]) -> tuple[list[GraphLayer], dict]:
     """Modules of experts that ``gm`` computes (``tensors``: placeholder -> its parameter); and name -> reason of those
     that it, or its frame, leaves dense.
     """
@@ -82,11 +80,8 @@ def find_experts(
             made = _found(name, sites, parameters, nodes)
             if made is None or not _runs_so(gm, made, tensors):
                 stop = output.compile_subgraph_reason
-                why = (
-                    f"breaks graphs in all its layers ({stop.reason.splitlines()[0]})"
-                    if stop.graph_break
-                    else "has another form"
-                )
+                reason = stop.reason.partition("\n")[0]
+                why = f"breaks graphs in all its layers ({reason})" if stop.graph_break else "has another form"
                 left[name] = f"the code of {type(module).__name__} {why}; call torch_pi2.optimize before torch.compile"
             else:
                 found.append(made)

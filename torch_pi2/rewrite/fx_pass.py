@@ -170,10 +170,7 @@ def _of_match(match: Match) -> GraphLayer:
 
 
 def _pack(
-    layer: GraphLayer,
-    planned: Sequence[LayerPlan] | None,
-    tensors: Mapping[fx.Node, torch.Tensor],
-    predictors: Mapping[str, Any],
+    layer: GraphLayer, planned: Sequence[LayerPlan] | None, tensors: Mapping[fx.Node, torch.Tensor], predictors: Mapping
 ) -> _Packed:
     load()
     parameters, sites = [tensors[node] for node in layer.parameters.values()], layer.sites
@@ -310,6 +307,5 @@ def _check_plan(
 
 
 def _stale(what: str, found: str, expected: str = "what the plan was made from") -> StaleArtifactError:
-    return StaleArtifactError(
-        f"plan for {what}", expected=expected, found=found, fix="Make a new plan for this model (torch_pi2.optimize)."
-    )
+    fix = "Make a new plan for this model (torch_pi2.optimize)."
+    return StaleArtifactError(f"plan for {what}", expected=expected, found=found, fix=fix)

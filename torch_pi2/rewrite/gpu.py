@@ -66,12 +66,9 @@ def _or_here(model: nn.Module, nbytes: int, device: torch.device) -> Iterator[No
         _end_splits(model)
         model.to("cpu")
         if isinstance(error, torch.OutOfMemoryError):
-            raise OutOfMemoryError(
-                f"moving {type(model).__name__} to a GPU",
-                expected=f"{size(nbytes)} free on {device}",
-                found=" ".join(str(error).split())[:300],
-                fix="Give it less (gpu_memory), or end what else is there.",
-            ) from error
+            what = f"moving {type(model).__name__} to a GPU"
+            found, fix = " ".join(str(error).split())[:300], "Give it less (gpu_memory), or end what else is there."
+            raise OutOfMemoryError(what, expected=f"{size(nbytes)} free on {device}", found=found, fix=fix) from error
         raise
 
 
@@ -165,18 +162,13 @@ def _planned(found: Sequence[SparseFFN | SparseExperts], plan: Plan, room_bytes:
     layers = [home for home in found if isinstance(home, SparseFFN)]
     if plan.hardware is None or not plan.hardware.accelerator_bytes or len(layers) < len(found):
         return None
-    by_key = {
-        layer.site.key: max(bucket.accelerator[i] for bucket in plan.hardware.buckets)
-        for i, layer in enumerate(plan.layers)
-    }
+    most = [max(counts) for counts in zip(*(bucket.accelerator for bucket in plan.hardware.buckets))]
+    by_key = {layer.site.key: count for layer, count in zip(plan.layers, most, strict=True)}
     counts = [by_key[layer.site.key] for layer in layers]
     wanted = sum(count * neuron_bytes(layer) for layer, count in zip(layers, counts, strict=True))
     if wanted > room_bytes:
-        log.warning(
-            "the plan has neurons of %s on a GPU, gpu_memory has room for %s: those that fire most go there instead",
-            size(wanted),
-            size(room_bytes),
-        )
+        why = "the plan has neurons of %s on a GPU, gpu_memory has room for %s: those that fire most go there instead"
+        log.warning(why, size(wanted), size(room_bytes))
         return None
     return [[count] for count in counts]
 

@@ -82,12 +82,10 @@ def uninstall(model: nn.Module, lossy: bool = False) -> nn.Module:
     for name, module in model.named_modules():
         installed = vars(module).get(_FORWARD)
         if installed is not None and vars(module).get("forward", installed) != installed:
-            raise ConfigError(
-                f"restoring {name or type(model).__name__}",
-                expected="the forward that torch_pi2.optimize gave it",
-                found="another around it (accelerate's hooks, or a patch), which would call the sparse layer",
-                fix="Take it off first (accelerate: remove_hook_from_submodules).",
-            )
+            what = f"restoring {name or type(model).__name__}"
+            found = "another around it (accelerate's hooks, or a patch), which would call the sparse layer"
+            fix = "Take it off first (accelerate: remove_hook_from_submodules)."
+            raise ConfigError(what, expected="the forward that torch_pi2.optimize gave it", found=found, fix=fix)
     modules = list(model.modules())
     guarded: list[Any] = [module._parameters for module in modules if _is_guarded(module)]
     freed = {id(p.owner) for p in guarded if any(isinstance(v, OffloadedParameter) for v in dict.values(p))}

@@ -164,14 +164,8 @@ def quantize_linears(
     made: dict[str, QuantLinear] = {}
     for name in bar(list(linears), "quantise linear layers", progress):
         linear = linears[name]
-        made[name] = QuantLinear.from_linear(
-            linear,
-            storage.weights,
-            storage.int8_activations,
-            storage.importance(name),
-            name=name,
-            rows=storage.rows.get(f"{name}.weight"),
-        )
+        how = (storage.weights, storage.int8_activations, storage.importance(name))
+        made[name] = QuantLinear.from_linear(linear, *how, name=name, rows=storage.rows.get(f"{name}.weight"))
         error = made[name].relative_error(linear.weight)
         errors[name] = LayerError(error, _output_error(linear, made[name], storage.sample(name)))
         log.info("%s: %s, relative error of its weights %.4f", name, storage.weights, errors[name].weight)

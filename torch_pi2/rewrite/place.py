@@ -53,12 +53,9 @@ def check_sizes(model: nn.Module, plan: Plan) -> None:
         wide, high = (site.intermediate, site.hidden), (site.hidden, site.intermediate)
         for role, weight, wanted in (("up", weights.up, wide), ("down", weights.down, high)):
             if tuple(weight.shape) != wanted:
-                raise StaleArtifactError(
-                    f"config.json, {site.key}",
-                    expected=f"{role} of {list(wanted)}, which its neurons were made for",
-                    found=str(list(weight.shape)),
-                    fix="Undo the change of config.json, or make the folder anew from the checkpoint with it.",
-                )
+                expected, found = f"{role} of {list(wanted)}, which its neurons were made for", str(list(weight.shape))
+                fix = "Undo the change of config.json, or make the folder anew from the checkpoint with it."
+                raise StaleArtifactError(f"config.json, {site.key}", expected=expected, found=found, fix=fix)
 
 
 def tried_strategy(model: nn.Module, group: Sequence[LayerPlan], lazy: bool) -> str:
@@ -75,12 +72,10 @@ def tried_strategy(model: nn.Module, group: Sequence[LayerPlan], lazy: bool) -> 
         with torch.no_grad():
             return _IN_FILES[find_strategy(model, group, empty, ways, tried=TRIED_EXPERTS)[0]]
     except UnsupportedModelError as error:
-        raise UnsupportedModelError(
-            f"weights of {site.key or 'the FFN'} ({site.owner_class}) in a folder",
-            expected="a module that computes the feed-forward layer, or a sequence of modules",
-            found=error.found,
-            fix="Move the FFN into a module of its own; in memory, optimize(model, weights=...) runs it as it is.",
-        ) from None
+        what = f"weights of {site.key or 'the FFN'} ({site.owner_class}) in a folder"
+        expected = "a module that computes the feed-forward layer, or a sequence of modules"
+        fix = "Move the FFN into a module of its own; in memory, optimize(model, weights=...) runs it as it is."
+        raise UnsupportedModelError(what, expected=expected, found=error.found, fix=fix) from None
 
 
 def strategies_used(model: nn.Module) -> dict[str, str]:

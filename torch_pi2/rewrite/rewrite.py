@@ -170,17 +170,10 @@ def predictor_tensors(predictor: Any) -> tuple[Mapping[str, torch.Tensor] | None
 def _make_layer(model: nn.Module, layer: LayerPlan, predictor: Any, storage: Storage) -> SparseFFN:
     lowrank, threshold = predictor_tensors(predictor)
     site, weights = layer.site, layer.site.weights(model)
-    ffn = SparseFFN(
-        site,
-        weights,
-        layer,
-        lowrank,
-        threshold,
-        kind=storage.weights,
-        int8_activations=storage.int8_activations,
-        importance=storage.importance(site.key),
-        given={r: rows for r in ROLES if (rows := storage.rows.get(neuron_key(site, r))) is not None},
-    )
+    given = {r: rows for r in ROLES if (rows := storage.rows.get(neuron_key(site, r))) is not None}
+    how: Any = {"kind": storage.weights, "int8_activations": storage.int8_activations}
+    how |= {"importance": storage.importance(site.key), "given": given}
+    ffn = SparseFFN(site, weights, layer, lowrank, threshold, **how)
     x_TH = storage.sample(site.key) if storage.quantised else None
     if x_TH is not None:
         ffn.output_error = relative(ffn.forward_dense(x_TH), dense_reference(site, weights, x_TH))
@@ -199,11 +192,7 @@ def _rewrite_group(
 
 
 def _check_group(
-    model: nn.Module,
-    group: Sequence[LayerPlan],
-    predictors: Mapping[str, Any],
-    storage: Storage,
-    known: Mapping[str, str],
+    model: nn.Module, group: Sequence[LayerPlan], predictors: Mapping, storage: Storage, known: Mapping
 ) -> str:
     """Raise what rewriting would raise, without changing anything; returns the strategy, tried unless ``known``."""
     empty = [_check_layer(model, layer, predictors.get(layer.site.key), storage) for layer in group]
@@ -259,9 +248,8 @@ def _storage(
     weighted = config.quantization == "weighted"
     if config.quantization != "rtn" and not data:
         fix = "Pass calibration=..., or leave quantization out."
-        raise CalibrationError(
-            f"optimize(quantization='{config.quantization}')", expected="calibration data", found="none", fix=fix
-        )
+        what = f"optimize(quantization='{config.quantization}')"
+        raise CalibrationError(what, expected="calibration data", found="none", fix=fix)
     linears, _ = find_linears(model, sites, data[0] if data else None)
     check_some(f"quantising {type(model).__name__}", sites, linears)
     check_linears(linears, config.weights)

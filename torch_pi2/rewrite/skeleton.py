@@ -31,9 +31,7 @@ _INITIALISING = ("torch.nn.init", "transformers.initialization")
 class _LargeOnMeta(TorchFunctionMode):
     """Large tensors of ``torch.empty`` on ``meta``; ``torch.device("meta")`` would lose computed buffers' values."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if getattr(func, "__module__", "") in _INITIALISING:
             tensor: torch.Tensor = kwargs["tensor"] if "tensor" in kwargs else args[0]
@@ -103,11 +101,10 @@ def skeleton(
     with _building(folder):
         with _LargeOnMeta(), torch.random.fork_rng(devices=[]):
             kind = dtype or config.dtype or stored or torch.float32
-            model: Any = (
-                AutoModelForCausalLM.from_config(config, trust_remote_code=trust, dtype=kind)
-                if (named := named_class(config)) is None
-                else named._from_config(config, dtype=kind)
-            )
+            if (named := named_class(config)) is not None:
+                model: Any = named._from_config(config, dtype=kind)
+            else:
+                model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust, dtype=kind)
         if (Path(folder) / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     return model.eval()
@@ -163,12 +160,7 @@ def now(model: nn.Module, name: str) -> torch.Tensor:
     return getattr(model.get_submodule(owner), local)
 
 
-def fill(
-    model: nn.Module,
-    groups: Iterable[list[str]],
-    read: Callable[[str, torch.Tensor], torch.Tensor | None],
-    where: str | Path,
-) -> None:
+def fill(model: nn.Module, groups: Iterable[list[str]], read: Callable, where: str | Path) -> None:
     """Set tensors to ``read(name, current tensor)``; None means that the file has no such tensor.
 
     The names of one tensor share a value, unless the file has several (an output layer that is no longer tied). Raises
@@ -188,9 +180,8 @@ def fill(
 
 def _without_value(model: nn.Module, name: str, where: str | Path) -> ArtifactError:
     fix = "Name the class that was saved as architectures in config.json, or make the folder again."
-    return ArtifactError(
-        str(where), expected=f"a value for every tensor of {type(model).__name__}", found=f"none for {name}", fix=fix
-    )
+    expected = f"a value for every tensor of {type(model).__name__}"
+    return ArtifactError(str(where), expected=expected, found=f"none for {name}", fix=fix)
 
 
 def check_filled(model: nn.Module, where: str | Path) -> None:

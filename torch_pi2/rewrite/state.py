@@ -81,11 +81,8 @@ class SparseState(ModelState):
     def changed(self) -> list[str]:
         """Layers that were changed after the rewrite: methods of theirs or of their class, or thresholds."""
         gated = {y.site.key for y in self.plan.layers if y.method in LOSSY}
-        return [
-            home.site.key
-            for home in self._homes
-            if is_changed(home) or (isinstance(home, SparseFFN) and home.threshold > 0 and home.site.key not in gated)
-        ]
+        cut = {y.site.key for y in self._homes if isinstance(y, SparseFFN) and y.threshold > 0} - gated
+        return [home.site.key for home in self._homes if is_changed(home) or home.site.key in cut]
 
     @property
     def left(self) -> dict[str, str]:
@@ -107,9 +104,8 @@ class SparseState(ModelState):
         """
         if not self.lossy:
             return 0.0
-        return (
-            None if self.leaves_out or self.weights != "float" or self.changed else self.plan.made_by.get("loss_change")
-        )
+        other = self.leaves_out or self.weights != "float" or self.changed
+        return None if other else self.plan.made_by.get("loss_change")
 
 
 if TYPE_CHECKING:

@@ -215,9 +215,8 @@ def _by_lazy_tensors(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Se
         if problem:
             return f"lazy: {type(module).__name__} is not a plain linear layer ({problem})"
     roles = [role for members in sources.values() for role in members]
-    formula = Formula(
-        site.activation, site.activation_on_up, roles.index("gate") if site.gated else None, roles.index("up")
-    )
+    gate = roles.index("gate") if site.gated else None
+    formula = Formula(site.activation, site.activation_on_up, gate, roles.index("up"))
     lazy = [LazySource(ffn, members, stream) for stream, members in enumerate(sources.values())]
     down = LazyDown(ffn, formula)
     with evaluating(ffn):
@@ -242,14 +241,10 @@ def _module_name(parameter: str) -> str:
 
 
 def no_strategy(site: FFNSite, reasons: Sequence[str]) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"rewriting {site.key or 'the FFN'} ({site.owner_class})",
-        expected="modules that compute the FFN, or linears that can be replaced",
-        found="; ".join(reasons),
-        fix="Move the FFN into a module of its own."
-        if site.owner
-        else "Pass a module around it: nn.Sequential(model).",
-    )
+    what = f"rewriting {site.key or 'the FFN'} ({site.owner_class})"
+    expected = "modules that compute the FFN, or linears that can be replaced"
+    fix = "Move the FFN into a module of its own." if site.owner else "Pass a module around it: nn.Sequential(model)."
+    return UnsupportedModelError(what, expected=expected, found="; ".join(reasons), fix=fix)
 
 
 def _holders(model: nn.Module, name: str) -> list[nn.Module]:

@@ -55,9 +55,7 @@ class _DenseExperts(SparseExperts):
         return dense_experts(self.sites, self.weights_now, x, index, routing)
 
 
-def changed_by(
-    model: nn.Module, groups: Sequence[Group], strategies: Mapping[str, str], example: Any
-) -> dict[str, str]:
+def changed_by(model: nn.Module, groups: Sequence[Group], strategies: Mapping, example: Any) -> dict[str, str]:
     """Key of the first layer of a group -> how the model's results on ``example``, args and kwargs, change with it."""
     if not groups:
         return {}
@@ -99,13 +97,9 @@ def _replaced(model: nn.Module, groups: Sequence[Group], strategies: Mapping[str
     looked_up = {key: Lookups(override.module for override in some) for key, some in found.items()}
     in_use = {id(p) for module in reachable(model, modules) for p in module._parameters.values()}
     own = {id(model.get_parameter(name)) for group in groups for y in group for name in y.site.parameter_names}
-    hidden = [
-        (part, name, parameter)
-        for root in modules
-        for part in root.modules()
-        for name, parameter in part._parameters.items()
-        if parameter is not None and id(parameter) in own - in_use
-    ]
+    parts = [part for root in modules for part in root.modules()]
+    held = [(part, name, p) for part in parts for name, p in part._parameters.items() if p is not None]
+    hidden = [(part, name, parameter) for part, name, parameter in held if id(parameter) in own - in_use]
     with other_forwards({override.module: override.forward for override in overrides}):
         try:
             for part, name, parameter in hidden:

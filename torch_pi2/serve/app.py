@@ -27,7 +27,7 @@ from torch_pi2.errors import BusyError, ClosedError, GroupError, NonFiniteError,
 from torch_pi2.serve.chat import has_template
 from torch_pi2.serve.live import Live
 from torch_pi2.serve.model import ServedModel
-from torch_pi2.serve.requests import ChatRequest, CompletionRequest
+from torch_pi2.serve.requests import AnyRequest, ChatRequest, CompletionRequest
 from torch_pi2.serve.responses import ChatResponse, CompletionResponse, Response
 
 #: Maximum bytes of a request.
@@ -37,19 +37,10 @@ _PAGE = Path(__file__).with_name("page")
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 
 #: The page loads nothing from elsewhere, has no inline script or style, and cannot be framed.
-_POLICY = {
-    "default-src": "'none'",
-    "script-src": "'self'",
-    "style-src": "'self'",
-    "img-src": "'self'",
-    "connect-src": "'self'",
-    "base-uri": "'none'",
-    "form-action": "'none'",
-    "frame-ancestors": "'none'",
-    "require-trusted-types-for": "'script'",
-}
 PAGE_HEADERS = {
-    "Content-Security-Policy": "; ".join(f"{what} {whence}" for what, whence in _POLICY.items()),
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -73,17 +64,20 @@ class Refusal(Exception):
         return JSONResponse(self.body, self.status, headers)
 
 
+_REFUSALS = (
+    (GroupError, 503, "server_error", "group_failed"),
+    (ClosedError, 503, "server_error", "server_ends"),
+    (BusyError, 429, "rate_limit_error", "queue_full"),
+    (NonFiniteError, 500, "server_error", "not_finite"),
+)
+
+
 def _refusal(error: Exception) -> Refusal:
     if isinstance(error, Refusal):
         return error
-    if isinstance(error, GroupError):
-        return Refusal(503, str(error), "server_error", "group_failed")
-    if isinstance(error, ClosedError):
-        return Refusal(503, str(error), "server_error", "server_ends")
-    if isinstance(error, BusyError):
-        return Refusal(429, str(error), "rate_limit_error", "queue_full")
-    if isinstance(error, NonFiniteError):
-        return Refusal(500, str(error), "server_error", "not_finite")
+    for cause, status, kind, code in _REFUSALS:
+        if isinstance(error, cause):
+            return Refusal(status, str(error), kind, code)
     if isinstance(error, Pi2Error):
         return Refusal(400, str(error), "invalid_request_error", param=error.what)
     log.error("a request failed", exc_info=error)
@@ -138,17 +132,15 @@ class _Collector:
         self._models = models
 
     def collect(self) -> Iterator[Metric]:
-        def counter(name: str, about: str) -> CounterMetricFamily:
-            return CounterMetricFamily(f"torch_pi2_{name}", about, labels=["model", "kind"])
+        def family(name: str, about: str, kind: Callable[..., Any] = CounterMetricFamily) -> Any:
+            return kind(f"torch_pi2_{name}", about, labels=["model", "kind"])
 
-        tokens = counter("tokens", "Tokens of prompts, of these found in the prefix cache, and of answers.")
-        seconds = counter("seconds", "Seconds of prefill and of decoding steps.")
-        ended = counter("sequences", "Sequences that ended, by reason.")
-        blocks = counter("prefix_blocks", "Blocks of 32 tokens found in the prefix cache.")
-        prefix = GaugeMetricFamily("torch_pi2_prefix_bytes", "Bytes of the prefix cache.", labels=["model", "kind"])
-        now = GaugeMetricFamily(
-            "torch_pi2_sequences_now", "Sequences decoded (live) and waiting.", labels=["model", "kind"]
-        )
+        tokens = family("tokens", "Tokens of prompts, of these found in the prefix cache, and of answers.")
+        seconds = family("seconds", "Seconds of prefill and of decoding steps.")
+        ended = family("sequences", "Sequences that ended, by reason.")
+        blocks = family("prefix_blocks", "Blocks of 32 tokens found in the prefix cache.")
+        prefix = family("prefix_bytes", "Bytes of the prefix cache.", GaugeMetricFamily)
+        now = family("sequences_now", "Sequences decoded (live) and waiting.", GaugeMetricFamily)
         for name, served in self._models.items():
             counts = served.batch.counts
             tokens.add_metric([name, "prompt"], counts.prompt_tokens)
@@ -249,14 +241,14 @@ def _known(models: Mapping[str, ServedModel], name: str) -> ServedModel:
     return models[name]
 
 
-async def _answer(served: ServedModel, body: CompletionRequest | ChatRequest, request: Request) -> Any:
+async def _answer(served: ServedModel, body: AnyRequest, request: Request) -> Any:
     try:
         return await _answered(served, body, request)
     except Exception as error:
         raise _refusal(error) from error
 
 
-async def _answered(served: ServedModel, body: CompletionRequest | ChatRequest, request: Request) -> Any:
+async def _answered(served: ServedModel, body: AnyRequest, request: Request) -> Any:
     prompts = await asyncio.to_thread(served.prompts, body)
     key, now = uuid.uuid4().hex, int(time.time())
     answer: Response
@@ -296,9 +288,7 @@ async def _whole(answer: Response, pieces: AsyncIterator[Any]) -> dict[str, Any]
     return answer.body()
 
 
-async def _events(
-    body: CompletionRequest | ChatRequest, answer: Response, first: Any, pieces: AsyncIterator[Any]
-) -> AsyncIterator[str]:
+async def _events(body: AnyRequest, answer: Response, first: Any, pieces: AsyncIterator[Any]) -> AsyncIterator[str]:
     try:
         for chunk in answer.chunks(*first):
             yield _event(chunk)

@@ -187,17 +187,13 @@ class Batch:
 
     def submit(self, sequence: Sequence) -> None:
         """Decode ``sequence`` as soon as a slot is free. Raises ShapeError: prompt and answer are too long. BusyError:
-        the queue is full. ClosedError: after :meth:`close`. GroupError: another process that has a part of the model is
-        lost.
+        the queue is full. ClosedError: after :meth:`close`. GroupError: a process of the model is lost.
         """
         tokens = len(sequence.prompt)
         if not 1 <= tokens < self.max_tokens or tokens + sequence.limit > self.max_tokens or sequence.limit < 1:
-            raise ShapeError(
-                "prompt and answer",
-                expected=f"1 token of each or more, at most {self.max_tokens} together",
-                found=f"{tokens} and {sequence.limit}",
-                fix="Ask for less, or start with a longer context.",
-            )
+            expected = f"1 token of each or more, at most {self.max_tokens} together"
+            found, fix = f"{tokens} and {sequence.limit}", "Ask for less, or start with a longer context."
+            raise ShapeError("prompt and answer", expected=expected, found=found, fix=fix)
         with self._changed:
             if self.failure is not None:
                 raise self.failure
@@ -357,6 +353,4 @@ class Batch:
 
 
 def closed() -> ClosedError:
-    return ClosedError(
-        "answer", expected="a server that goes on", found="one that ends", fix="Ask again when there is one."
-    )
+    return ClosedError("answer", expected="a server that goes on", found="one that ends", fix="Ask again later.")

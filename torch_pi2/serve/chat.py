@@ -27,15 +27,12 @@ def template_of(tokenizer: Any, tools: Sequence[dict[str, Any]] | None = None) -
     return tokenizer.get_chat_template(tools=tools)
 
 
-def chat_ids(
-    tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None
-) -> list[int]:
+def chat_ids(tokenizer: Any, messages: Sequence[dict], tools: Sequence[dict] | None = None) -> list[int]:
     """Token ids of ``messages``, with ``tools``, up to the answer. Raises ConfigError: no template, or a refusal."""
     template = template_of(tokenizer, tools)
     try:
-        text = tokenizer.apply_chat_template(
-            list(messages), tools=tools, chat_template=template, tokenize=False, add_generation_prompt=True
-        )
+        how: Any = {"chat_template": template, "tokenize": False, "add_generation_prompt": True}
+        text = tokenizer.apply_chat_template(list(messages), tools=tools, **how)
     except Exception as error:  # a template raises whatever its author chose
         fix = "Correct the messages."
         raise ConfigError("messages", expected="what the chat template takes", found=str(error), fix=fix) from error

@@ -102,9 +102,8 @@ class Grammars:
     def of_schema(self, schema: dict[str, Any] | bool) -> Constraint:
         """JSON of ``schema``. Raises ConfigError: llguidance does not support the schema or the tokenizer."""
         try:
-            grammar = LLMatcher.grammar_from_json_schema(
-                json.dumps(as_object(schema, "response_format")), overrides=_JSON_STYLE
-            )
+            text = json.dumps(as_object(schema, "response_format"))
+            grammar = LLMatcher.grammar_from_json_schema(text, overrides=_JSON_STYLE)
         except ValueError as error:
             raise _refused("response_format", str(error)) from error
         return self._constraint(grammar, "response_format")
@@ -129,9 +128,8 @@ class Grammars:
         if self._ll_tokenizer is None:
             try:
                 known = max(self._tokenizer.get_vocab().values(), default=0) + 1  # more than the model's, or fewer
-                self._ll_tokenizer = from_tokenizer(
-                    self._tokenizer, max(self._vocabulary, known), sorted(self._ends) or None
-                )
+                size, ends = max(self._vocabulary, known), sorted(self._ends) or None
+                self._ll_tokenizer = from_tokenizer(self._tokenizer, size, ends)
             except ValueError as error:
                 fix = "Ask for text, or put a tokenizer.json into the model's folder."
                 raise ConfigError(what, expected="a model with a fast tokenizer", found=str(error), fix=fix) from error

@@ -121,26 +121,16 @@ class Live:
 
     def _about(self) -> dict[str, Any]:
         served, firing, parts = self._served, self._firing, ModelState.of(self._served.model)
-        return {
-            "model": served.name,
-            "sparse": bool(firing.layers),
-            "weights": parts.weights if isinstance(parts, SparseState) else "float",
-            "layers": firing.layers,
-            "max_batch_size": served.batch.max_batch_size,
-            "store": self._store() is not None,
-            "together": self._together,
-        }
+        weights = parts.weights if isinstance(parts, SparseState) else "float"
+        about = {"model": served.name, "sparse": bool(firing.layers), "weights": weights, "layers": firing.layers}
+        about |= {"max_batch_size": served.batch.max_batch_size, "store": self._store() is not None}
+        return about | {"together": self._together}
 
     def _reading(self) -> _Reading:
         batch, store = self._served.batch, self._store()
-        return _Reading(
-            at=time.perf_counter(),
-            answer_tokens=batch.counts.answer_tokens,
-            prompt_tokens=batch.counts.prompt_tokens,
-            work=counters.read(),
-            spent={} if batch.meter is None else batch.meter.read(),
-            store=None if store is None else store.stats(),
-        )
+        at, answered, read = time.perf_counter(), batch.counts.answer_tokens, batch.counts.prompt_tokens
+        spent, stats = {} if batch.meter is None else batch.meter.read(), None if store is None else store.stats()
+        return _Reading(at, answered, read, counters.read(), spent, stats)
 
     def _figures(self) -> tuple[dict[str, Any], float]:
         """Differences since the last reading, and the CPU time that reading took."""

@@ -20,7 +20,7 @@ from torch_pi2.errors import ConfigError
 from torch_pi2.serve.batch import Batch, EndEvent, Sequence, TokenEvent, closed
 from torch_pi2.serve.chat import chat_ids, template_of
 from torch_pi2.serve.constraint import Constraint, Grammars, Penalties, token_of
-from torch_pi2.serve.requests import ChatRequest, CompletionRequest
+from torch_pi2.serve.requests import AnyRequest, ChatRequest, CompletionRequest
 from torch_pi2.serve.tools import ToolCallFormat, ToolSet, format_of
 
 #: Last tokens of a prompt that are used to detokenise its completion.
@@ -51,18 +51,15 @@ class ServedModel:
     def bytes_of(self, token: int) -> bytes:
         return self._grammars.bytes_of(token)
 
-    def tools(self, request: CompletionRequest | ChatRequest) -> ToolSet | None:
+    def tools(self, request: AnyRequest) -> ToolSet | None:
         """Functions that an answer may call, if any. Raises ConfigError: the chat template has no calls."""
         if not isinstance(request, ChatRequest) or not request.callable_tools:
             return None
-        return ToolSet(
-            format_of(template_of(self.tokenizer, request.template_tools)),
-            tuple(tool.function for tool in request.callable_tools),
-            request.call_required,
-            request.several,
-        )
+        form = format_of(template_of(self.tokenizer, request.template_tools))
+        functions = tuple(tool.function for tool in request.callable_tools)
+        return ToolSet(form, functions, request.call_required, request.several)
 
-    def _constraint(self, request: CompletionRequest | ChatRequest) -> Constraint | None:
+    def _constraint(self, request: AnyRequest) -> Constraint | None:
         schema = None if request.response_format is None else request.response_format.schema_wanted
         tools = self.tools(request)
         constraint: Constraint | None = None
@@ -74,7 +71,7 @@ class ServedModel:
             return Penalties(request.frequency_penalty, request.presence_penalty, constraint)
         return constraint
 
-    def prompts(self, request: CompletionRequest | ChatRequest) -> list[list[int]]:
+    def prompts(self, request: AnyRequest) -> list[list[int]]:
         """Token ids of each prompt. Raises ConfigError: the model, its tokenizer or the batch cannot take them."""
         count = request.n * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
         if count > self.batch.capacity:
@@ -85,10 +82,7 @@ class ServedModel:
         if isinstance(request, ChatRequest):
             self.tools(request)
             return [self._checked(chat_ids(self.tokenizer, request.template_messages, request.template_tools))]
-        return [
-            self._checked(prompt if isinstance(prompt, list) else self.tokenizer(prompt)["input_ids"])
-            for prompt in request.prompts
-        ]
+        return [self._checked(p if isinstance(p, list) else self.tokenizer(p)["input_ids"]) for p in request.prompts]
 
     def _checked(self, ids: list[int]) -> list[int]:
         if not ids:
@@ -97,25 +91,19 @@ class ServedModel:
         check_vocabulary(self.model, torch.tensor([max(-1, min(token, most)) for token in ids]), "prompt")
         return ids
 
-    def _text(
-        self, request: CompletionRequest | ChatRequest, form: ToolCallFormat | None, prompt: list[int]
-    ) -> TextStream:
+    def _text(self, request: AnyRequest, form: ToolCallFormat | None, prompt: list[int]) -> TextStream:
         """The text of an answer. The first space of a completion may depend on its prompt."""
         before = prompt[-_BEFORE:] if isinstance(request, CompletionRequest) else ()
         marks = {token_of(self.tokenizer, mark) for mark in (form.begin, form.end)} if form else set()
         return TextStream(self.tokenizer, request.stop, self.hidden - marks, before)
 
-    async def answer(
-        self, request: CompletionRequest | ChatRequest, prompts: list[list[int]]
-    ) -> AsyncIterator[tuple[int, Piece]]:
+    async def answer(self, request: AnyRequest, prompts: list[list[int]]) -> AsyncIterator[tuple[int, Piece]]:
         """Pieces of answers as they come, each with its choice's number; cancelled if the caller stops iterating."""
         events: asyncio.Queue[tuple[int, TokenEvent | EndEvent]] = asyncio.Queue()
         count = request.n * len(prompts)
         constraints = await asyncio.to_thread(lambda: [self._constraint(request) for _ in range(count)])
-        sequences = [
-            self._sequence(request, prompts[number // request.n], number, events, constraint)
-            for number, constraint in enumerate(constraints)
-        ]
+        ids = [prompt for prompt in prompts for _ in range(request.n)]
+        sequences = [self._sequence(request, ids[i], i, events, made) for i, made in enumerate(constraints)]
         tools = self.tools(request)
         form = None if tools is None else tools.form
         texts = [self._text(request, form, sequence.prompt) for sequence in sequences]
@@ -141,12 +129,7 @@ class ServedModel:
                 sequence.cancel()
 
     def _sequence(
-        self,
-        request: CompletionRequest | ChatRequest,
-        ids: list[int],
-        number: int,
-        events: asyncio.Queue[Any],
-        constraint: Constraint | None,
+        self, request: AnyRequest, ids: list[int], number: int, events: asyncio.Queue[Any], within: Constraint | None
     ) -> Sequence:
         loop = asyncio.get_running_loop()
 
@@ -160,20 +143,13 @@ class ServedModel:
             argument(wrong, "logit_bias", fix).wrong(f"tokens of 0 to {self._vocabulary - 1}", str(wrong))
         seed = secrets.randbits(48) if request.seed is None else request.seed & (1 << 48) - 1
         greedy = request.temperature < LEAST_TEMPERATURE
-        return Sequence(
-            ids,
-            limit=_limit(request, self.batch.max_tokens - len(ids)),
-            tell=tell,
-            ends=self._ends,
-            sampling=None if greedy else Sampling(request.temperature, 0, request.top_p),
-            seed=seed + number % request.n,
-            bias=request.logit_bias,
-            top=request.top,
-            constraint=constraint,
-        )
+        limit = _limit(request, self.batch.max_tokens - len(ids))
+        sampling = None if greedy else Sampling(request.temperature, 0, request.top_p)
+        how: Any = {"seed": seed + number % request.n, "bias": request.logit_bias, "top": request.top}
+        return Sequence(ids, limit, tell, self._ends, sampling, constraint=within, **how)
 
 
-def _limit(request: CompletionRequest | ChatRequest, available: int) -> int:
+def _limit(request: AnyRequest, available: int) -> int:
     """Maximum new tokens. OpenAI's defaults are 16 for a completion, and as many as fit for a chat."""
     if isinstance(request, ChatRequest):
         return request.max_completion_tokens or request.max_tokens or max(1, available)

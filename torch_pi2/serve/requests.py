@@ -13,15 +13,17 @@ MOST_LOGPROBS = 20
 MOST_STOP = 1000
 #: Unsupported fields that would change the answer, and their neutral values.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "audio": (None,),
+    **dict.fromkeys(("audio", "moderation", "reasoning_effort", "web_search_options"), (None,)),
     "function_call": (None, "none", "auto"),
     "functions": (None, []),
     "modalities": (None, ["text"]),
-    "moderation": (None,),
-    "reasoning_effort": (None,),
     "suffix": (None, ""),
     "verbosity": (None, "medium"),
-    "web_search_options": (None,),
+}
+_NO_TOOLS: dict[str, tuple[Any, ...]] = {
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "parallel_tool_calls": (None, True),
 }
 _Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -244,11 +246,7 @@ class GenerationRequest(BaseModel):
 class CompletionRequest(GenerationRequest):
     """``POST /v1/completions``. ``prompt``: texts or token ids, one or several."""
 
-    unsupported = _UNSUPPORTED | {
-        "tools": (None, []),
-        "tool_choice": (None, "none", "auto"),
-        "parallel_tool_calls": (None, True),
-    }
+    unsupported = _UNSUPPORTED | _NO_TOOLS
 
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
@@ -259,13 +257,11 @@ class CompletionRequest(GenerationRequest):
     @classmethod
     def _one_kind(cls, value: Any) -> Any:
         several = value if isinstance(value, list) else [value]
-        ids = all(type(token) is int for token in several)
-        if (
-            not several
-            or all(isinstance(text, str) for text in several)
-            or (isinstance(value, list) and ids)
-            or all(isinstance(ids, list) and all(type(token) is int for token in ids) for ids in several)
-        ):
+
+        def ids(tokens: Any) -> bool:
+            return isinstance(tokens, list) and all(type(token) is int for token in tokens)
+
+        if all(isinstance(text, str) for text in several) or ids(value) or all(map(ids, several)):
             return value
         raise ValueError("expected a text, token ids, or a list of texts or of lists of token ids")
 
@@ -371,3 +367,6 @@ class ChatRequest(GenerationRequest):
     @property
     def top(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+
+AnyRequest = CompletionRequest | ChatRequest

@@ -8,29 +8,22 @@ from typing import Any
 
 from torch_pi2.serve.batch import TokenEvent
 from torch_pi2.serve.model import Piece, ServedModel
-from torch_pi2.serve.requests import ChatRequest, CompletionRequest
+from torch_pi2.serve.requests import AnyRequest
 from torch_pi2.serve.tools import ToolCallDelta, ToolCallParser
 
 
 class Response:
-    """An answer of several choices, as it grows; ``name``: its id; ``created``: Unix time; ``prompts``: token ids."""
+    """An answer of several choices, as it grows; ``name``: its id; ``created``: Unix time; ``ids``: of prompts."""
 
     kind = chunk_kind = ""
 
-    def __init__(
-        self,
-        name: str,
-        created: int,
-        served: ServedModel,
-        request: CompletionRequest | ChatRequest,
-        prompts: list[list[int]],
-    ) -> None:
+    def __init__(self, name: str, created: int, served: ServedModel, request: AnyRequest, ids: list[list[int]]) -> None:
         self._head = {"id": name, "created": created, "model": served.name}
         self._served, self._request = served, request
-        count = request.n * len(prompts)
+        count = request.n * len(ids)
         self._texts, self._tokens = [""] * count, [list[TokenEvent]() for _ in range(count)]
         self._finish: list[str | None] = [None] * count
-        self._prompt_tokens = sum(map(len, prompts))
+        self._prompt_tokens = sum(map(len, ids))
 
     def add(self, number: int, piece: Piece) -> None:
         self._texts[number] += piece.text
@@ -38,12 +31,8 @@ class Response:
         self._finish[number] = piece.finish
 
     def usage(self) -> dict[str, int]:
-        answered = sum(map(len, self._tokens))
-        return {
-            "prompt_tokens": self._prompt_tokens,
-            "completion_tokens": answered,
-            "total_tokens": self._prompt_tokens + answered,
-        }
+        read, answered = self._prompt_tokens, sum(map(len, self._tokens))
+        return {"prompt_tokens": read, "completion_tokens": answered, "total_tokens": read + answered}
 
     def body(self) -> dict[str, Any]:
         choices = [self._choice(i, self._texts[i], self._tokens[i]) for i in range(len(self._texts))]
@@ -74,10 +63,8 @@ class CompletionResponse(Response):
 
     kind = chunk_kind = "text_completion"
 
-    def __init__(
-        self, name: str, created: int, served: ServedModel, request: CompletionRequest, prompts: list[list[int]]
-    ) -> None:
-        super().__init__(name, created, served, request, prompts)
+    def __init__(self, name: str, created: int, served: ServedModel, request: AnyRequest, ids: list[list[int]]) -> None:
+        super().__init__(name, created, served, request, ids)
         count = len(self._texts)
         self._letters, self._decoders = [0] * count, [getincrementaldecoder("utf-8")("ignore") for _ in range(count)]
 
@@ -118,10 +105,8 @@ class ChatResponse(Response):
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
-    def __init__(
-        self, name: str, created: int, served: ServedModel, request: ChatRequest, prompts: list[list[int]]
-    ) -> None:
-        super().__init__(name, created, served, request, prompts)
+    def __init__(self, name: str, created: int, served: ServedModel, request: AnyRequest, ids: list[list[int]]) -> None:
+        super().__init__(name, created, served, request, ids)
         tools, count = served.tools(request), len(self._texts)
         names = [] if tools is None else [function.name for function in tools.functions]
         self._parsers = [None if tools is None else ToolCallParser(tools.form, names) for _ in range(count)]
@@ -158,22 +143,14 @@ class ChatResponse(Response):
     def _choice(self, number: int, text: str, tokens: list[TokenEvent]) -> dict[str, Any]:
         calls = [{name: value for name, value in call.items() if name != "index"} for call in self._calls[number]]
         message = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
-        return {
-            "index": number,
-            "message": message | ({"tool_calls": calls} if calls else {}),
-            "logprobs": self._logprobs(tokens),
-            "finish_reason": self._finish[number],
-        }
+        about = {"logprobs": self._logprobs(tokens), "finish_reason": self._finish[number]}
+        return {"index": number, "message": message | ({"tool_calls": calls} if calls else {}), **about}
 
     def _logprobs(self, tokens: list[TokenEvent]) -> dict[str, Any] | None:
         if self._request.top is None:
             return None
-        content = [
-            self._logprob(event.token, event.logprob)
-            | {"top_logprobs": [self._logprob(token, value) for token, value in event.top]}
-            for event in tokens
-        ]
-        return {"content": content}
+        tops = ({"top_logprobs": [self._logprob(*pair) for pair in event.top]} for event in tokens)
+        return {"content": [self._logprob(event.token, event.logprob) | top for event, top in zip(tokens, tops)]}
 
     def _logprob(self, token: int, logprob: float | None) -> dict[str, Any]:
         return {"token": self._text(token), "logprob": logprob, "bytes": list(self._served.bytes_of(token))}

@@ -1,8 +1,7 @@
 """GGUF files, single or split: their metadata, and the stored rows of their tensors.
 
 Implements https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, little endian, versions 2 and 3. Files are
-untrusted: every count is compared with the remaining bytes, and every tensor with the file's size, before memory is
-allocated.
+untrusted: every count is compared with the remaining bytes, and every tensor with the file's size, before allocating.
 """
 
 from __future__ import annotations
@@ -54,42 +53,13 @@ class TensorType:
 
 
 #: Code in the file -> type. (Codes that are missing were withdrawn.)
-TYPES = {
-    code: TensorType(name, block, size)
-    for code, name, block, size in (
-        (0, "F32", 1, 4),
-        (1, "F16", 1, 2),
-        (2, "Q4_0", 32, 18),
-        (3, "Q4_1", 32, 20),
-        (6, "Q5_0", 32, 22),
-        (7, "Q5_1", 32, 24),
-        (8, "Q8_0", 32, 34),
-        (10, "Q2_K", 256, 84),
-        (11, "Q3_K", 256, 110),
-        (12, "Q4_K", 256, 144),
-        (13, "Q5_K", 256, 176),
-        (14, "Q6_K", 256, 210),
-        (16, "IQ2_XXS", 256, 66),
-        (17, "IQ2_XS", 256, 74),
-        (18, "IQ3_XXS", 256, 98),
-        (19, "IQ1_S", 256, 50),
-        (20, "IQ4_NL", 32, 18),
-        (21, "IQ3_S", 256, 110),
-        (22, "IQ2_S", 256, 82),
-        (23, "IQ4_XS", 256, 136),
-        (24, "I8", 1, 1),
-        (25, "I16", 1, 2),
-        (26, "I32", 1, 4),
-        (27, "I64", 1, 8),
-        (28, "F64", 1, 8),
-        (29, "IQ1_M", 256, 56),
-        (30, "BF16", 1, 2),
-        (34, "TQ1_0", 256, 54),
-        (35, "TQ2_0", 256, 66),
-        (39, "MXFP4", 32, 17),
-        (40, "NVFP4", 64, 36),
-    )
-}
+_TABLE = """0 F32 1 4, 1 F16 1 2, 2 Q4_0 32 18, 3 Q4_1 32 20, 6 Q5_0 32 22, 7 Q5_1 32 24, 8 Q8_0 32 34, 10 Q2_K 256 84,
+    11 Q3_K 256 110, 12 Q4_K 256 144, 13 Q5_K 256 176, 14 Q6_K 256 210, 16 IQ2_XXS 256 66, 17 IQ2_XS 256 74,
+    18 IQ3_XXS 256 98, 19 IQ1_S 256 50, 20 IQ4_NL 32 18, 21 IQ3_S 256 110, 22 IQ2_S 256 82, 23 IQ4_XS 256 136,
+    24 I8 1 1, 25 I16 1 2, 26 I32 1 4, 27 I64 1 8, 28 F64 1 8, 29 IQ1_M 256 56, 30 BF16 1 2, 34 TQ1_0 256 54,
+    35 TQ2_0 256 66, 39 MXFP4 32 17, 40 NVFP4 64 36"""
+_FIELDS = (row.split() for row in _TABLE.split(","))
+TYPES = {int(code): TensorType(name, int(block), int(size)) for code, name, block, size in _FIELDS}
 
 #: Type code of a metadata value -> struct format (strings and arrays have none).
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -210,12 +180,9 @@ class GgufFile(OpenFile):
         self.magic = self._take(min(4, self.size))
         if self.magic not in (MAGIC, _POWERINFER):
             pointer = self.magic == b"vers"  # "version https://git-lfs..."
-            raise ArtifactError(
-                str(self.path),
-                expected="a GGUF file",
-                found="a pointer of Git LFS in its place" if pointer else f"one that begins with {self.magic!r}",
-                fix="Run git lfs pull there." if pointer else "Check the file's name.",
-            )
+            found = "a pointer of Git LFS in its place" if pointer else f"one that begins with {self.magic!r}"
+            fix = "Run git lfs pull there." if pointer else "Check the file's name."
+            raise ArtifactError(str(self.path), expected="a GGUF file", found=found, fix=fix)
         self.version = self._u32()
         if self.version not in (2, 3):
             expected, fix = "GGUF version 2 or 3, little endian", "Convert the model again with a current llama.cpp."
@@ -231,9 +198,9 @@ class GgufFile(OpenFile):
         alignment = self.metadata.get("general.alignment", 32)
         if type(alignment) is not int or not 8 <= alignment <= 1 << 16 or alignment & (alignment - 1):
             self._damaged(f"general.alignment {shown(alignment)}")
-        found = [self._tensor() for _ in range(tensors)]
+        tensors_found = [self._tensor() for _ in range(tensors)]
         data = -(-self._at // alignment) * alignment
-        self._place(found, data, alignment)
+        self._place(tensors_found, data, alignment)
         self._piece = b""
 
     def _value(self, name: str) -> Any:
@@ -283,9 +250,8 @@ class GgufFile(OpenFile):
             if name in self.tensors:
                 self._damaged(f"tensor {shown(name)} occurs twice")
             if offset % alignment or offset < end or tensor.start + tensor.nbytes > self.size:
-                self._damaged(
-                    f"tensor {shown(name)}, {tensor.nbytes} bytes, at {offset} after {end}, in a file of {self.size}"
-                )
+                what = f"tensor {shown(name)}, {tensor.nbytes} bytes"
+                self._damaged(f"{what}, at {offset} after {end}, in a file of {self.size}")
             end = offset + tensor.nbytes
             self.tensors[name] = tensor
 
@@ -382,12 +348,9 @@ class GgufModel(GgufFile):
         if type(number) is not int or not 0 <= number < count:
             self._damaged(f"{_NUMBER} {shown(number)} of {count}")
         if found is None or (int(found["number"]), int(found["count"])) != (number + 1, count):
-            self._refuse(
-                self.path,
-                f"the name of part {number + 1} of {count}, NAME-{number + 1:05}-of-{count:05}.gguf, by which the "
-                "others are found",
-                self.path.name,
-            )
+            name = f"NAME-{number + 1:05}-of-{count:05}.gguf"
+            expected = f"the name of part {number + 1} of {count}, {name}, by which the others are found"
+            self._refuse(self.path, expected, self.path.name)
         stem, suffix = found["stem"], found["suffix"]
         return [self.path.with_name(f"{stem}-{one:05}-of-{count:05}{suffix}") for one in range(1, count + 1)]
 

@@ -2,8 +2,7 @@
 
 In a store, each part is a text (U8 tensor ``pi2.PART``) with tensors ``pi2.PART.NAME``. The plan has the text of
 plan.json and the tensors of plan.safetensors; the others have the metadata of their file as JSON, and its tensors
-(docs/FORMATS.md). Statistics may also be in a file beside a store that has none, since the model does not compute with
-them.
+(docs/FORMATS.md). Statistics may also be in a file beside a store that has none, as nothing computes with them.
 """
 
 from __future__ import annotations
@@ -30,11 +29,8 @@ from torch_pi2.types.shard import Shard
 from torch_pi2.types.stats import STATS_FILE, ActivationStats, check_stats_artifact, parse_layers
 
 #: Part -> its main file, and the file with its tensors.
-_FILES = {
-    "plan": ("plan.json", "plan.safetensors"),
-    "predictors": (PREDICTORS_FILE, PREDICTORS_FILE),
-    "stats": (STATS_FILE, STATS_FILE),
-}
+_FILES = {"plan": ("plan.json", "plan.safetensors")}
+_FILES |= {"predictors": (PREDICTORS_FILE, PREDICTORS_FILE), "stats": (STATS_FILE, STATS_FILE)}
 #: The part that may be in a file beside a store.
 _ALSO_BESIDE = "stats"
 

@@ -77,13 +77,9 @@ class Checkpoint(Closing):
             return [_ONE]
         if not os.path.lexists(index):
             others = sorted(p.name for p in self.folder.glob("*") if p.suffix in (".bin", ".safetensors", ".pth"))
-            raise ArtifactError(
-                str(self.folder),
-                expected=f"{_ONE} or {_INDEX}",
-                found=", ".join(others[:3]) or "neither",
-                fix="Load the model with transformers (variant='fp16' reads model.fp16.safetensors) and save it with "
-                "save_pretrained.",
-            )
+            expected, found = f"{_ONE} or {_INDEX}", ", ".join(others[:3]) or "neither"
+            fix = "Load it with transformers (variant='fp16' reads model.fp16.safetensors) and call save_pretrained."
+            raise ArtifactError(str(self.folder), expected=expected, found=found, fix=fix)
         expected, fix = "an index of shards", "Copy it again."
         shards = Field(parse(read_bytes(index, expected, fix), index, expected=expected, fix=fix), str(index), fix)
         names = {shard.text(): shard for shard in shards.at("weight_map").each().values()}
@@ -156,13 +152,9 @@ class Checkpoint(Closing):
         """Raises ArtifactError: there is no such tensor."""
         found = self.converted.get(name) or self._by_name.get(self.own(name))
         if found is None:
-            raise ArtifactError(
-                str(self.folder),
-                expected=f"a tensor {name}",
-                found=f"{len(self._by_name)} others, none of which transformers loads as this one",
-                fix="Get all files of the checkpoint again; or name the class that was saved as architectures in its "
-                "config.json.",
-            )
+            others = f"{len(self._by_name)} others, none of which transformers loads as this one"
+            fix = "Get all files again; or name the class that was saved as architectures in its config.json."
+            raise ArtifactError(str(self.folder), expected=f"a tensor {name}", found=others, fix=fix)
         return found
 
 

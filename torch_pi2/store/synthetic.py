@@ -221,34 +221,16 @@ def random_rows(count: int, columns: int, weights: str, deviation: float, genera
 #: ``gpt-oss-20b`` those of SmallThinker-4B-A0.6B and gpt-oss-20b, in the form of Qwen3-MoE.
 SHAPES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("shapes.json").read_text())
 #: Configuration and causal model classes of transformers, by ``model_type``.
-CLASSES = {
-    "llama": "Llama",
-    "mistral": "Mistral",
-    "qwen2": "Qwen2",
-    "mixtral": "Mixtral",
-    "qwen3_moe": "Qwen3Moe",
-    "olmoe": "Olmoe",
-    "arcee": "Arcee",
-    "jais2": "Jais2",
-    "nemotron_h": "NemotronH",
-    "bitnet": "BitNet",
-}
-_COMMON = {
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-    "dtype": "bfloat16",
-}
+CLASSES = {name: name.capitalize() for name in ("llama", "mistral", "qwen2", "mixtral", "olmoe", "arcee", "jais2")}
+CLASSES |= {"qwen3_moe": "Qwen3Moe", "nemotron_h": "NemotronH", "bitnet": "BitNet"}
+_COMMON = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "dtype": "bfloat16"}
+_COMMON |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 
 
 def build_config(shape: str | Mapping[str, Any], zeros: bool = False, **more: Any) -> Any:
     """A transformers configuration of ``shape`` (a name in ``SHAPES`` or configuration values), updated with ``more``.
-    ``zeros``: of ReLU (relu2 where the class has that), not SiLU.
-    Raises ConfigError: unknown name or model type, or mismatched sizes. LibraryMissingError: transformers is not
-    installed.
+    ``zeros``: of ReLU (relu2 where the class has that), not SiLU. Raises ConfigError: unknown name or model type, or
+    mismatched sizes. LibraryMissingError: no transformers.
     """
     with needed("transformers", "hf"):
         import transformers

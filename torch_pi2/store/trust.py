@@ -137,9 +137,7 @@ def tokenizer_of(model: Any, tokenizer: Any, what: str, error: type[Pi2Error] = 
 
 
 def try_out(tokenizer: Any, ours: bool = False) -> None:
-    """Raises what ``tokenizer`` raises for some damaged settings; warns of damage that no library notices. ``ours``:
-    ids are positions.
-    """
+    """Raises what ``tokenizer`` raises for some damage; warns of what libraries miss. ``ours``: ids are positions."""
     tokenizer("a")
     words = tokenizer.get_vocab() if getattr(tokenizer, "is_fast", False) and not ours else {}
     if len(of_id := {number: word for word, number in words.items()}) < len(words):

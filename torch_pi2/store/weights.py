@@ -81,11 +81,8 @@ def neuron_specs(site: FFNSite, kind: str) -> dict[str, Spec]:
     """Tensors of one feed-forward layer: neurons as bytes, and biases, in float32 if the neurons are quantised."""
     shape = (site.intermediate, *neuron_shape(kind, site.rows_per_neuron, site.hidden))
     specs = {f"{site.key}.bundles": Spec(shape, torch.uint8)}
-    for name, ref, size in (
-        ("gate", site.gate, site.intermediate),
-        ("up", site.up, site.intermediate),
-        ("down", site.down, site.hidden),
-    ):
+    n = site.intermediate
+    for name, ref, size in (("gate", site.gate, n), ("up", site.up, n), ("down", site.down, site.hidden)):
         if ref is not None and ref.bias is not None:
             specs[f"{site.key}.bias_{name}"] = Spec((size,), DTYPES.get(kind, torch.float32))
     return specs

@@ -168,17 +168,8 @@ def sparsify(
         trained = with_lora(student, chosen.lora, chosen.seed) if chosen.lora else student
         place, training = next(dense.parameters()).device, dense.training
         try:
-            curve = train(
-                trained,
-                zeros,
-                train_NT,
-                heldout_NT,
-                chosen,
-                arguments,
-                teacher=dense.eval() if chosen.distill else None,
-                begins=resume.changed,
-                progress=progress,
-            )
+            teacher, given = dense.eval() if chosen.distill else None, (train_NT, heldout_NT, chosen, arguments)
+            curve = train(trained, zeros, *given, teacher=teacher, begins=resume.changed, progress=progress)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"the same command resumes from {folder}") from None
         finally:
@@ -188,18 +179,9 @@ def sparsify(
         student.to(next(dense.parameters()).dtype)
         after = _measured(student, zeros, heldout_NT, arguments)
         zeros.remove()
-        report = SparsifyReport(
-            chosen,
-            steps,
-            steps * chosen.batch * chosen.window,
-            train_NT.numel(),
-            heldout_NT.numel(),
-            resume.before,
-            resume.changed,
-            after,
-            curve,
-            time.perf_counter() - started,
-        )
+        seen = (steps * chosen.batch * chosen.window, train_NT.numel(), heldout_NT.numel())
+        losses = (resume.before, resume.changed, after)
+        report = SparsifyReport(chosen, steps, *seen, *losses, curve, time.perf_counter() - started)
         if first:
             _write(out, student.to("cpu"), tokenizer, code, report, source)
             shutil.rmtree(folder, ignore_errors=True)

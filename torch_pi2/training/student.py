@@ -54,26 +54,20 @@ def _sites(kind: Any, config: Any) -> list[FFNSite]:
     sites = search(form, on_meta=True).sites
     experts = sorted({site.experts for site in sites if site.experts is not None})
     if experts:
-        raise UnsupportedModelError(
-            f"training of a {kind.__name__}",
-            expected="feed-forward layers without experts",
-            found=f"experts: {experts[0]}" + (f" and {len(experts) - 1} more" if len(experts) > 1 else ""),
-            fix="A router chooses among their neurons already; torch_pi2.optimize takes the model as it is.",
-        )
+        what = f"training of a {kind.__name__}"
+        found = f"experts: {experts[0]}" + (f" and {len(experts) - 1} more" if len(experts) > 1 else "")
+        fix = "A router chooses among their neurons already; torch_pi2.optimize takes the model as it is."
+        raise UnsupportedModelError(what, expected="feed-forward layers without experts", found=found, fix=fix)
     return sites
 
 
 def _check(sites: Sequence[FFNSite], kind: Any, named: Sequence[str], activation: str) -> None:
     wrong = [s for s in sites if not exact_zeros(s.activation) or s.activation_on_up != (activation == "drelu")]
     if wrong:
-        raise UnsupportedModelError(
-            f"activation of {kind.__name__}",
-            expected=f"an FFN that follows {' or '.join(named or _ACTIVATION_FIELDS)} of config.json",
-            found=f"{wrong[0].form} in {wrong[0].key} after {', '.join(named)} became relu"
-            if named
-            else "no such field",
-            fix="Its activation is fixed in its modelling code: change it there, and train the model as it is then.",
-        )
+        expected = f"an FFN that follows {' or '.join(named or _ACTIVATION_FIELDS)} of config.json"
+        found = f"{wrong[0].form} in {wrong[0].key} after {', '.join(named)} became relu" if named else "no such field"
+        fix = "Its activation is fixed in its modelling code: change it there, and train the model as it is then."
+        raise UnsupportedModelError(f"activation of {kind.__name__}", expected=expected, found=found, fix=fix)
 
 
 def with_lora(student: Any, rank: int, seed: int) -> Any:
@@ -112,14 +106,9 @@ def drelu_code(dense: Any, sites: Sequence[FFNSite]) -> Code:
     if len(owners) != 1 or not of_transformers:
         raise _refused(kind, f"classes {', '.join(sorted(c.__module__ for c in (kind, *owners)))}")
     (owner,) = owners
-    text = _TEMPLATE.read_text().format(
-        model=kind.__name__,
-        model_module=kind.__module__,
-        config=config_kind.__name__,
-        config_module=config_kind.__module__,
-        ffn=owner.__name__,
-        model_type=config_kind.model_type,
-    )
+    names = {"model": kind.__name__, "model_module": kind.__module__, "ffn": owner.__name__}
+    names |= {"config": config_kind.__name__, "config_module": config_kind.__module__}
+    text = _TEMPLATE.read_text().format(**names, model_type=config_kind.model_type)
     module = _module(text)
     model_class: Any = getattr(module, f"DReLU{kind.__name__}")
     values = dense.config.to_dict()
@@ -127,10 +116,8 @@ def drelu_code(dense: Any, sites: Sequence[FFNSite]) -> Code:
         values.pop(name, None)
     config = model_class.config_class(**values)
     config.architectures = [model_class.__name__]
-    config.auto_map = {
-        "AutoConfig": f"{_MODULE}.{model_class.config_class.__name__}",
-        "AutoModelForCausalLM": f"{_MODULE}.{model_class.__name__}",
-    }
+    classes = {"AutoConfig": model_class.config_class, "AutoModelForCausalLM": model_class}
+    config.auto_map = {auto: f"{_MODULE}.{kind.__name__}" for auto, kind in classes.items()}
     return Code(f"{_MODULE}.py", text, model_class, config)
 
 
@@ -147,12 +134,9 @@ def _unsupported_part(dense: Any, site: FFNSite) -> str:
 
 
 def _refused(kind: type, found: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"drelu in {kind.__name__}",
-        expected="a model of transformers whose FFNs are act(gate_proj(x)) * up_proj(x), as Llama's or Qwen's",
-        found=found,
-        fix="Use activation='relu-gate', which needs no modelling code.",
-    )
+    expected = "a model of transformers whose FFNs are act(gate_proj(x)) * up_proj(x), as Llama's or Qwen's"
+    fix = "Use activation='relu-gate', which needs no modelling code."
+    return UnsupportedModelError(f"drelu in {kind.__name__}", expected=expected, found=found, fix=fix)
 
 
 def _module(text: str) -> Any:

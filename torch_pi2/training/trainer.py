@@ -219,13 +219,8 @@ def train(
     loss = SparseLoss(zeros, settings, teacher, _FIRST_NATS / begins.penalty)
     steering = Callback(loss, heldout_NT, begins.mean_zeros, progress)
     use_cache = student.config.use_cache
-    trainer = Trainer(
-        model=student,
-        args=arguments,
-        train_dataset=_Rows(train_NT, settings.batch),
-        compute_loss_func=loss,
-        callbacks=[steering],
-    )
+    how: dict[str, Any] = {"train_dataset": _Rows(train_NT, settings.batch), "callbacks": [steering]}
+    trainer = Trainer(model=student, args=arguments, compute_loss_func=loss, **how)
     trainer.remove_callback(PrinterCallback)
     steering.trainer = trainer
     if teacher is not None:

@@ -47,12 +47,10 @@ class Zeros:
         """The last pass's penalty and zeros ``[layers]``. Raises UnsupportedModelError: ``down`` is not called."""
         for site, values in zip(self.sites, self._values):
             if not values:
-                raise UnsupportedModelError(
-                    f"training of {site.key} ({site.owner_class})",
-                    expected=f"a call of {site.down.weight.rpartition('.')[0]}, which reads the neurons' values",
-                    found="none: its weight is used in another way",
-                    fix="Models whose FFNs are three modules, as Llama's, can be trained.",
-                )
+                what, found = f"training of {site.key} ({site.owner_class})", "none: its weight is used in another way"
+                expected = f"a call of {site.down.weight.rpartition('.')[0]}, which reads the neurons' values"
+                fix = "Models whose FFNs are three modules, as Llama's, can be trained."
+                raise UnsupportedModelError(what, expected=expected, found=found, fix=fix)
         size = [sum(h.numel() for h in values) for values in self._values]
         sums = [torch.stack([_soft_count(h).sum() for h in values]).sum() for values in self._values]
         zeros = [torch.stack([(h == 0).sum() for h in values]).sum() for values in self._values]

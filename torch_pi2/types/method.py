@@ -1,6 +1,4 @@
-"""How a layer's cold neurons are chosen, and the interface of predictors. A ``Method`` equals its text in files and
-arguments.
-"""
+"""How a layer's cold neurons are chosen, and the interface of predictors. A ``Method`` equals its text in files."""
 
 from __future__ import annotations
 

@@ -145,9 +145,8 @@ class Plan:
         of layers that have them: the data that :meth:`to_json` leaves out.
         """
         orders = {f"{layer.site.key}.order": layer.order.to(torch.int32) for layer in self.layers}
-        return orders | {
-            f"{layer.site.key}.thresholds": layer.thresholds for layer in self.layers if layer.thresholds is not None
-        }
+        own = ((layer.site.key, layer.thresholds) for layer in self.layers)
+        return orders | {f"{key}.thresholds": cuts for key, cuts in own if cuts is not None}
 
     def to_json(self) -> str:
         """The text of plan.json: everything but the orders, and their hash."""

@@ -129,13 +129,8 @@ class Shard:
         mine = self.layers[layer.site.key]
         at = mine.positions()
         own = None if layer.thresholds is None else layer.thresholds[layer.order.long()][at]
-        return replace(
-            layer,
-            site=replace(layer.site, intermediate=len(at)),
-            n_hot=int((at < layer.n_hot).sum()),
-            order=torch.arange(len(at), dtype=torch.int32),
-            thresholds=own,
-        )
+        site, n_hot = replace(layer.site, intermediate=len(at)), int((at < layer.n_hot).sum())
+        return replace(layer, site=site, n_hot=n_hot, order=torch.arange(len(at), dtype=torch.int32), thresholds=own)
 
     def plan(self, plan: Plan) -> Plan:
         """The local part of ``plan``, without its hardware plan for one machine."""

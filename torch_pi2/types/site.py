@@ -178,12 +178,10 @@ class FFNSite:
                 weight = ref.take(model.get_parameter(ref.weight).detach())
                 bias = ref.take_bias(model.get_parameter(ref.bias).detach()) if ref.bias else None
             except AttributeError as error:
-                raise UnsupportedModelError(
-                    f"weights of {self.key or 'the FFN'} ({self.owner_class})",
-                    expected=f"a parameter {ref.weight}",
-                    found="none: another layer that shares its module was made sparse",
-                    fix="Give each layer linear modules of its own; they may share parameters.",
-                ) from error
+                what = f"weights of {self.key or 'the FFN'} ({self.owner_class})"
+                found = "none: another layer that shares its module was made sparse"
+                fix = "Give each layer linear modules of its own; they may share parameters."
+                raise UnsupportedModelError(what, expected=f"a parameter {ref.weight}", found=found, fix=fix) from error
             return weight, bias
 
         gate, bias_gate = take(self.gate)

@@ -117,10 +117,8 @@ class Verdict:
         if dense is None or ratio is None:
             return f"{sparse}, dense not measured ({self.not_measured.get('dense', 'nobody did')}); {self.speed.how}"
         low, high = self.speed.ratio_low or ratio, self.speed.ratio_high or ratio
-        return (
-            f"{sparse}, dense {dense:.1f}: {ratio:.2f} times as fast ({low:.2f} to {high:.2f} in rounds that "
-            f"alternate); {self.speed.how}"
-        )
+        spread = f"({low:.2f} to {high:.2f} in rounds that alternate)"
+        return f"{sparse}, dense {dense:.1f}: {ratio:.2f} times as fast {spread}; {self.speed.how}"
 
     def _quality(self) -> str:
         kind = f"lossy ({', '.join(self.lossy)})" if self.lossy else "lossless"

@@ -154,21 +154,16 @@ def _lower(
     options = generate_htp_compiler_spec(
         use_fp16=settings.precision == "fp16", use_weight_sharing=settings.weight_sharing and len(programs) > 1
     )
-    specs = {
-        name: generate_qnn_executorch_compiler_spec(soc_model=QcomChipset[settings.soc], backend_options=options)
-        for name in programs
-    }
+    how: Any = {"soc_model": QcomChipset[settings.soc], "backend_options": options}
+    specs = {name: generate_qnn_executorch_compiler_spec(**how) for name in programs}
     inputs = {name: tuple(program.example_inputs[0]) for name, program in programs.items()}
     modules = {name: program.module(check_guards=False) for name, program in programs.items()}
     manager = to_edge_transform_and_lower_to_qnn(modules, inputs, specs, convert_linear_to_conv2d=convolutions)
-    return {name: _only_delegate(name, manager.exported_program(name), settings) for name in programs}, specs[
-        next(iter(specs))
-    ][0].value
+    spec = specs[next(iter(specs))][0].value
+    return {name: _only_delegate(name, manager.exported_program(name), settings) for name in programs}, spec
 
 
-def _only_delegate(
-    name: str, program: torch.export.ExportedProgram, settings: Settings
-) -> tuple[bytes, dict[str, list[int]]]:
+def _only_delegate(name: str, program: torch.export.ExportedProgram, settings: Settings) -> tuple[bytes, dict]:
     """Context binary of a program that is one delegate; of several inputs, their order, too. Raises CompileError."""
     graph = program.graph_module
     nodes = [node for node in graph.graph.nodes if node.op == "call_function"]

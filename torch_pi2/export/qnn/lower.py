@@ -206,12 +206,7 @@ class _Process:
     """A process that compiles parts in turn; its ``folder`` is inside that of the parts."""
 
     def __init__(
-        self,
-        folder: Path,
-        parts: Mapping[str, PartInputs],
-        settings: Settings,
-        job: Mapping[str, Any],
-        environment: dict[str, str],
+        self, folder: Path, parts: Mapping[str, PartInputs], settings: Settings, job: Mapping, environment: dict
     ) -> None:
         self.folder, self.parts, self.settings = folder, parts, settings
         self.done, self.since = 0, time.monotonic()
@@ -257,12 +252,10 @@ class _Process:
     def _failed(self, how: str) -> CompileError:
         name = next(iter([*self.parts][self.finished() :]), "its end")
         graphs = self.parts[name].graphs if name in self.parts else ()
-        return CompileError(
-            f"Qualcomm's compiler ({title(name)}, graphs {', '.join(graphs)})",
-            expected=f"a context binary for {self.settings.soc} in {self.settings.precision}",
-            found=how,
-            fix=f"{how_to_avoid(name)} Where it was killed, memory was short: free some.",
-        )
+        what = f"Qualcomm's compiler ({title(name)}, graphs {', '.join(graphs)})"
+        expected = f"a context binary for {self.settings.soc} in {self.settings.precision}"
+        fix = f"{how_to_avoid(name)} Where it was killed, memory was short: free some."
+        return CompileError(what, expected=expected, found=how, fix=fix)
 
 
 def workers(parts: int, part_bytes: int) -> int:

@@ -88,15 +88,9 @@ def hot_part(
     if samples is not None and settings.precision != "fp16":
         x_TH = samples.reshape(-1, hot.hidden).float()
         pieces = [(x,) for x in x_TH.split(max(1, min(_ROWS, len(x_TH) // _HELD)))]
-    inputs = PartInputs(
-        pieces,
-        {name: [((tokens, hot.hidden), torch.float32)] for name, (tokens, _) in graphs.items()},
-        [(0,)],
-        settings.precision,
-        block,
-        settings.quantization == "gptq",
-        {name: chunks - 1 for name, (_, chunks) in graphs.items()},
-    )
+    shapes = {name: [((tokens, hot.hidden), torch.float32)] for name, (tokens, _) in graphs.items()}
+    chunks, gptq = {name: count - 1 for name, (_, count) in graphs.items()}, settings.quantization == "gptq"
+    inputs = PartInputs(pieces, shapes, [(0,)], settings.precision, block, gptq, chunks)
     return open_program(_Sums(hot).eval(), (torch.zeros(3, hot.hidden),), inputs.open), inputs
 
 
@@ -109,20 +103,14 @@ def block_of(hot: HotChunks, settings: Settings) -> int:
         return size
     if settings.blocks == "auto":
         return 0
-    raise ConfigError(
-        "groups of weights of the hot part",
-        expected=f"a hidden size and chunks that are multiples of blocks={size}",
-        found=f"a hidden size of {hot.hidden}, chunks of {hot.widths} neurons",
-        fix="Choose blocks=0 (a scale per output channel), or blocks='auto'.",
-    )
+    expected = f"a hidden size and chunks that are multiples of blocks={size}"
+    found = f"a hidden size of {hot.hidden}, chunks of {hot.widths} neurons"
+    fix = "Choose blocks=0 (a scale per output channel), or blocks='auto'."
+    raise ConfigError("groups of weights of the hot part", expected=expected, found=found, fix=fix)
 
 
 def pt2e(
-    module: torch.fx.GraphModule,
-    inputs: Sequence[Inputs],
-    settings: Settings,
-    block: int,
-    chosen_on: Sequence[Inputs] = (),
+    module: torch.fx.GraphModule, inputs: Sequence[Inputs], settings: Settings, block: int, chosen_on: Sequence = ()
 ) -> torch.fx.GraphModule:
     """``module`` with weights and activations quantised for the HTP, with the activations' ranges on ``inputs``.
     ``chosen_on``: inputs of GPTQ (:func:`~torch_pi2.export.qnn.weights.calibrate`); empty: round to nearest.
