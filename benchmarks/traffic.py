@@ -62,8 +62,10 @@ def ffn_rows(counters: Mapping[str, int]) -> int:
 
 
 def cache_bytes(cache: Any) -> int:
-    """Bytes of the keys and values of a static cache."""
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    """Bytes of the keys and values of a static cache, and of recurrent states."""
+    kept = [t for layer in cache.layers for t in (getattr(layer, "keys", None), getattr(layer, "values", None))]
+    kept += [t for layer in cache.layers for t in getattr(layer, "bound", {}).values()]
+    return sum(t.nbytes for t in kept if t is not None)
 
 
 class Memory:

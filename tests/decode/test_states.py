@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from families import tiny_family
 from recurrent import QUICK, answered, committed, judge, off, prompt, usual, with_states
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_pi2
 from torch_pi2.decode import step_graph, step_program
@@ -34,6 +36,35 @@ def test_steps_and_pieces_are_those_of_transformers(family: str) -> None:
     made, decoder = answered(model, prompt(), chunk_tokens=4)
     assert off(made, wanted) < 1e-5
     assert decoder._continues is (family != "mamba")
+
+
+class _Counts(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        self.calls[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("family", "recurrences", "convolutions"),
+    [("nemotron_h", 1, 1), ("mamba", 0, 2), ("qwen3_next", 1, 1), ("lfm2", 0, 1), ("rwkv7", 3, 0)],
+)
+def test_steps_are_by_our_operators(family: str, recurrences: int, convolutions: int) -> None:
+    model = recurrent.tiny(family)
+    wanted = usual(model, prompt())
+    with _Counts() as counts:
+        made, _ = answered(model, prompt())
+    assert off(made, wanted) < 1e-5
+    found = counts.calls["pi2.recurrence.default"], counts.calls["pi2.conv_step.default"]
+    steps = recurrent.NEW - 1
+    assert found == (steps * recurrences, steps * convolutions)
+    if family != "rwkv7":  # transformers' functions are its own elsewhere
+        with _Counts() as counts:
+            usual(model, prompt(), 2)
+        assert not any("pi2" in name for name in counts.calls)
 
 
 @pytest.mark.slow

@@ -34,6 +34,7 @@ from torch_pi2.decode.guards import Guards
 from torch_pi2.decode.kv_cache import ForgottenStates, KeyValues, cache_name, check_continued, of_another_dtype
 from torch_pi2.decode.plan_controller import controller_of
 from torch_pi2.decode.sequence import not_finite
+from torch_pi2.decode.state_steps import fast_states
 from torch_pi2.decode.step_graph import Forward, GraphRunner, StepGraph, captured, on_device, record, repeat
 from torch_pi2.distributed.pipeline_parallel import without_logits
 from torch_pi2.errors import ConfigError, DeviceError, DtypeError, ShapeError, UnsupportedModelError
@@ -239,7 +240,7 @@ class Decoder:
 
     def _forward(self, ids_BT: torch.Tensor, of_each: bool) -> torch.Tensor:
         """Next tokens or logits; ``of_each``: logits ``[T, V]`` of all tokens, each computed as if it came alone."""
-        with packed_attention(self.model), single_steps() if of_each else nullcontext():
+        with packed_attention(self.model), fast_states(self.model), single_steps() if of_each else nullcontext():
             if of_each:
                 return self.model(**self._inputs(ids_BT)).logits[0]
             return self._answer(self.model(**self._inputs(ids_BT), logits_to_keep=1).logits)
@@ -435,8 +436,8 @@ class Decoder:
             watch = check_continued(cache)
             if self._positions and self._kv.has_attention:  # Bamba would count from 0 again
                 inputs["position_ids"] = torch.arange(at, at + ids_BT.shape[1], device=self.device).expand_as(ids_BT)
-        where = on_device(self.device), packed_attention(self.model), chunks_of_prompt(of_tokens)
-        with where[0], where[1], where[2], how or nullcontext(), watch:
+        where = on_device(self.device), packed_attention(self.model), fast_states(self.model)
+        with where[0], where[1], where[2], chunks_of_prompt(of_tokens), how or nullcontext(), watch:
             output = self.model(input_ids=ids_BT, use_cache=True, logits_to_keep=1, **inputs)
         return self._answer(output.logits)
 

@@ -34,6 +34,8 @@ _UNARY = {aten.neg.default: "neg", aten.pow.Tensor_Scalar: "square", aten.rsqrt.
 #: As in ``csrc/bindings/torch/step_program.cc``.
 _CALLED = (aten.silu, aten.sigmoid, aten.tanh, aten.exp, aten.relu, aten.sqrt, aten.cos, aten.sin)
 _COPIES = {"_to_copy", "to", "clone", "contiguous", "reshape", "type_as", "flatten"}
+#: Operators that change recurrent states, and which argument is the state.
+_CHANGED = {"aten::copy_": 0, "pi2::recurrence": 0, "pi2::conv_step": 1}
 _FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ELEMENTS = _FLOATS | {torch.int64: 3, torch.uint8: 4, torch.bool: 4}
 
@@ -56,8 +58,10 @@ class _Observer(TorchDispatchMode):
         return False  # which would import Dynamo
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func is aten.copy_.default and args[0].untyped_storage().data_ptr() in self._fixed:  # recurrent states
-            self.before.append((args[0], args[0].clone()))
+        if (place := _CHANGED.get(func._schema.name)) is not None:
+            state = args[place]
+            if state.untyped_storage().data_ptr() in self._fixed:
+                self.before.append((state, state.clone()))
         result = func(*args, **(kwargs or {}))
         self.made.append((func, args, kwargs or {}, result))
         return result

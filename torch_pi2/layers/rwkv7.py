@@ -17,6 +17,8 @@ from transformers.core_model_loading import WeightRenaming
 from transformers.masking_utils import create_recurrent_attention_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
+from torch_pi2.ops import load
+
 #: Tokens that are computed at once. Each decays a state by exp(-exp(-0.5)) at most, and so do 16 by 1.6e4: float32
 #: keeps its precision when they are divided by that.
 _CHUNK = 16
@@ -141,9 +143,16 @@ class RWKV7Attention(nn.Module):
         state = None if cache is None else cache.layers[self.layer].recurrent_states[0]
         state = inputs.new_zeros(*inputs.shape[1:3], self.head_dim, self.head_dim) if state is None else state
         parts = []
-        for chunk in inputs.split(_CHUNK, 3):
-            part, state = recurrence(state, chunk)
-            parts.append(part)
+        if x.shape[1] == 1 and x.is_cpu and not torch.is_grad_enabled() and state.is_contiguous():
+            r_BHN, w_BHN, *others = inputs[:, :, :, 0]
+            load()
+            k_BHN, v_BHN, a_BHN, b_BHN = others
+            step = torch.ops.pi2.recurrence(state, w_BHN.exp(), v_BHN, k_BHN, r_BHN, a_BHN, b_BHN)
+            parts.append(step[:, :, None])
+        else:
+            for chunk in inputs.split(_CHUNK, 3):
+                part, state = recurrence(state, chunk)
+                parts.append(part)
         if cache is not None:
             cache.update_recurrent_state(state, self.layer)
         y = (torch.cat(parts, 2) if len(parts) > 1 else parts[0]).transpose(1, 2).to(x.dtype)

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_pi2.base.library import load_library
 from torch_pi2.errors import ConfigError, GradientError, LibraryMissingError
-from torch_pi2.ops import attention, experts, linear  # noqa: F401 (they list their operators)
+from torch_pi2.ops import attention, experts, linear, states  # noqa: F401 (they list their operators)
 from torch_pi2.ops.gpu import operators as gpu
 from torch_pi2.ops.operators import FAKES
 from torch_pi2.ops.quantize import dequantize

@@ -1,0 +1,149 @@
+#include "pi2/states.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "base/convert.h"
+#include "base/parallel.h"
+#include "base/scratch.h"
+
+namespace pi2 {
+namespace {
+
+constexpr std::int64_t kTinyNumbers = 1 << 14;  // waking a thread costs a few microseconds
+constexpr int kLanes = 16;                      // sums of a row, which compilers keep in vectors
+
+float sum_of(const float (&lanes)[kLanes]) {
+  float sum = 0;
+  for (float lane : lanes) sum += lane;
+  return sum;
+}
+
+float dot(const float* x, const float* y, std::int64_t n) {
+  float lanes[kLanes] = {};
+  std::int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes)
+    for (int l = 0; l < kLanes; ++l) lanes[l] += x[i + l] * y[i + l];
+  for (int l = 0; i < n; ++i, ++l) lanes[l] += x[i] * y[i];
+  return sum_of(lanes);
+}
+
+// The operands of one head.
+struct Head {
+  std::int64_t rows, width;
+  float* state;
+  const float *decay, *v, *k, *r, *a, *b;
+  float one_decay, *y;
+
+  float decay_at(std::int64_t i) const { return decay == nullptr ? one_decay : decay[i]; }
+};
+
+// S[p, :] is dense.
+void by_rows(const Head& head) {
+  for (std::int64_t p = 0; p < head.rows; ++p) {
+    float *s = head.state + p * head.width, lanes[kLanes] = {};
+    const float added = head.a == nullptr ? 0 : dot(s, head.a, head.width), v = head.v[p];
+    const auto update = [&](std::int64_t i) {
+      float now = s[i] * head.decay_at(i) + v * head.k[i];
+      if (head.a != nullptr) now += added * head.b[i];
+      s[i] = now;
+      return now * head.r[i];
+    };
+    std::int64_t i = 0;
+    for (; i + kLanes <= head.width; i += kLanes)
+      for (int l = 0; l < kLanes; ++l) lanes[l] += update(i + l);
+    for (int l = 0; i < head.width; ++i, ++l) lanes[l] += update(i);
+    head.y[p] = sum_of(lanes);
+  }
+}
+
+// S[:, i] is dense. `added`: room for a number of each row.
+void by_columns(const Head& head, float* added) {
+  std::memset(added, 0, head.rows * sizeof(float));
+  std::memset(head.y, 0, head.rows * sizeof(float));
+  for (std::int64_t i = 0; head.a != nullptr && i < head.width; ++i) {
+    const float *s = head.state + i * head.rows, a = head.a[i];
+    for (std::int64_t p = 0; p < head.rows; ++p) added[p] += s[p] * a;
+  }
+  for (std::int64_t i = 0; i < head.width; ++i) {
+    float* s = head.state + i * head.rows;
+    const float decay = head.decay_at(i), k = head.k[i], r = head.r[i], b = head.a == nullptr ? 0 : head.b[i];
+    for (std::int64_t p = 0; p < head.rows; ++p) {
+      const float now = s[p] * decay + head.v[p] * k + added[p] * b;
+      s[p] = now;
+      head.y[p] += now * r;
+    }
+  }
+}
+
+template <class Body>
+void run(const ParallelFor& parallel, std::int64_t n, std::int64_t numbers, Body body) {
+  if (numbers < kTinyNumbers) {
+    for (std::int64_t i = 0; i < n; ++i) body(i);
+    return;
+  }
+  Dynamic::run(parallel, n, [](void* self, std::int64_t i) { (*static_cast<Body*>(self))(i); }, &body);
+}
+
+}  // namespace
+
+void recurrence(const RecurrenceArgs& args, const ParallelFor& parallel) {
+  const std::int64_t size = args.rows * args.width;
+  run(parallel, args.batch * args.heads, args.batch * args.heads * size, [&](std::int64_t index) {
+    const std::int64_t sequence = index / args.heads, heads = args.heads / args.groups;
+    const std::int64_t group = sequence * args.groups + index % args.heads / heads, at = index * args.width;
+    Head head{args.rows,
+              args.width,
+              args.state + index * size,
+              args.one_decay ? nullptr : args.decay + at,
+              args.v + index * args.rows,
+              args.k + group * args.width,
+              args.r + group * args.width,
+              args.a == nullptr ? nullptr : args.a + at,
+              args.b == nullptr ? nullptr : args.b + at,
+              args.one_decay ? args.decay[index] : 0,
+              args.y + index * args.rows};
+    if (args.transposed)
+      by_columns(head, scratch(Scratch::kInput, args.rows));
+    else
+      by_rows(head);
+  });
+}
+
+void conv_step(const ConvStepArgs& args, const ParallelFor& parallel) {
+  constexpr std::int64_t kChannels = 256;  // of a work item
+  const std::int64_t items = (args.channels + kChannels - 1) / kChannels, number = row_bytes(args.dtype, 1);
+  const std::int64_t length = args.length, taps = args.taps;
+  run(parallel, args.batch * items, args.batch * args.channels * (length + taps), [&](std::int64_t index) {
+    const std::int64_t sequence = index / items, first = index % items * kChannels;
+    const std::int64_t count = std::min(kChannels, args.channels - first), at = sequence * args.channels + first;
+    float* weight = scratch(Scratch::kInput, count * (taps + 2 * length + 2));
+    float *before = weight + count * taps, *after = before + count * length, *x = after + count * length;
+    float* y = x + count;
+    const auto take = [&](const void* data, std::int64_t place, float* to, std::int64_t numbers) {
+      widen(static_cast<const char*>(data) + place * number, args.dtype, to, numbers);
+    };
+    take(args.weight, first * taps, weight, count * taps);
+    take(args.state, at * length, before, count * length);
+    take(args.x, at, x, count);
+    std::memset(y, 0, count * sizeof(float));
+    if (args.bias != nullptr) take(args.bias, first, y, count);
+    for (std::int64_t c = 0; c < count; ++c) {
+      float* row = after + c * length;
+      for (std::int64_t t = 0; t + 1 < length; ++t) row[t] = before[c * length + t + 1];
+      row[length - 1] = x[c];
+      // with one more tap than numbers, the first one is of the number that leaves
+      float sum = y[c] + (taps > length ? weight[c * taps] * before[c * length] : 0);
+      const std::int64_t skipped = taps > length ? 1 : 0, from = length - (taps - skipped);
+      for (std::int64_t t = skipped; t < taps; ++t) sum += weight[c * taps + t] * row[from + t - skipped];
+      y[c] = sum;
+    }
+    if (args.silu)
+      for (std::int64_t c = 0; c < count; ++c) y[c] = y[c] / (1 + std::exp(-y[c]));
+    narrow(after, static_cast<char*>(args.state) + at * length * number, args.dtype, count * length);
+    narrow(y, static_cast<char*>(args.y) + at * number, args.dtype, count);
+  });
+}
+
+}  // namespace pi2
