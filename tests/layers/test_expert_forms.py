@@ -206,3 +206,28 @@ def test_other_weights_and_another_dtype(models: dict[str, nn.Module], name: str
     half, dense = sparse.to(torch.bfloat16), other.to(torch.bfloat16)
     wanted = logits(other.float())
     assert off(logits(half).float(), wanted) < 0.02 + 2 * off(logits(dense.to(torch.bfloat16)).float(), wanted)
+
+
+def test_neurons_without_gates_lie_in_blocks(tmp_path: Path) -> None:
+    shape = {
+        "model_type": "nemotron_h", "hidden_size": 128, "intermediate_size": 96, "vocab_size": 256,
+        "layers_block_type": ["moe", "full_attention", "moe"], "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 32, "moe_intermediate_size": 96, "moe_shared_expert_intermediate_size": 96,
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "mamba_num_heads": 4, "mamba_head_dim": 32, "n_groups": 1,
+    }  # fmt: skip
+    torch_pi2.synthetic(tmp_path / "made", shape, weights="int4", predictor=None)
+    model = torch_pi2.load(tmp_path / "made", activations="int8")
+    wanted = logits(model)
+    for experts in experts_of(model):
+        assert experts.neuron_rows.stride()[1:3] == (experts.neuron_rows.shape[3], 96 * experts.neuron_rows.shape[3])
+    torch_pi2.save(model, tmp_path / "saved")
+    assert torch.equal(logits(torch_pi2.load(tmp_path / "saved", activations="int8")), wanted)
+    torch_pi2.pack(tmp_path / "made", tmp_path / "store")
+    stored = torch_pi2.load(tmp_path / "store", budget="1GiB", context=16, activations="int8")
+    assert torch.equal(logits(stored), wanted)
+    values = [experts.dense_values() for experts in experts_of(model)]
+    for experts, before in zip(experts_of(model), values, strict=True):
+        experts.leave_blocks()
+        assert experts.neuron_rows.is_contiguous()
+        assert all(torch.equal(value, before[name]) for name, value in experts.dense_values().items())
+    assert torch.equal(logits(model), wanted)

@@ -14,6 +14,8 @@ import torch_pi2
 from torch_pi2.layers.offloaded import Store
 from torch_pi2.ops import experts as reference
 from torch_pi2.ops import load
+from torch_pi2.ops.constants import wants_blocks
+from torch_pi2.ops.linear import to_blocks
 from torch_pi2.predict.signbit import pack_signs
 from torch_pi2.store.storefile import StoreReader
 
@@ -156,6 +158,24 @@ def test_bits_depend_on_neither_company_nor_threads(kind: str, weights: str, int
             assert torch.equal(run(arguments | alone)[0], together[t])
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int4", "int8"])
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_bits_do_not_depend_on_how_neurons_without_gates_lie(weights: str, tokens: int) -> None:
+    form = {"activation": "relu2", "activation_on_up": False, "int8_activations": weights.startswith("int")}
+    rows = mixture("none", weights, tokens=tokens, sizes=(96, 2, 128), **form)
+    neuron_rows = rows["neuron_rows"]
+    assert isinstance(neuron_rows, torch.Tensor)
+    apart = neuron_rows.transpose(1, 2).contiguous().transpose(1, 2)
+    assert not apart.is_contiguous()
+    wanted = run(rows)
+    assert torch.equal(run(rows | {"neuron_rows": apart}), wanted)
+    kind = str(rows["weights"])
+    if kind != "float" and wants_blocks(kind, 96, 128, True):
+        for rows_of_one, neurons in zip(apart, neuron_rows, strict=True):
+            rows_of_one[:, 0] = to_blocks(neurons[:, 0].contiguous(), kind, 128)
+        assert torch.equal(run(rows | {"neuron_rows": apart, "weights": f"{kind}_blocks"}), wanted)
 
 
 def test_one_expert_twice_none_at_all_and_no_tokens() -> None:

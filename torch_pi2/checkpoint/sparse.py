@@ -12,7 +12,7 @@ from torch import nn
 
 from torch_pi2.base.dtypes import DTYPES, check_computed, format_name
 from torch_pi2.base.fields import argument
-from torch_pi2.base.memory import new_tensor, trim
+from torch_pi2.base.memory import trim
 from torch_pi2.base.offloaded import OffloadedParameter
 from torch_pi2.base.progress import bar, log
 from torch_pi2.base.tensorfile import Spec, TensorWriter
@@ -296,10 +296,8 @@ def load_sparse(
                 parts = (_with_biases(empty(layer), weights) for layer in group)
                 experts = SparseExperts(parts, len(group)) if make_experts is None else make_experts(parts, group)
                 if experts.in_memory:
-                    neuron_rows = new_tensor(experts.neuron_rows.shape, experts.neuron_rows.dtype)
-                    for expert, site in enumerate(experts.sites):
-                        neuron_rows[expert] = weights.as_computed(weights.read_neurons(site))
-                    put(experts, ["neuron_rows"], neuron_rows)
+                    read_rows = (weights.as_computed(weights.read_neurons(site)) for site in experts.sites)
+                    put(experts, ["neuron_rows"], experts.stacked(read_rows))
                 place(model, [whole[layer.site.key] for layer in group], experts.eval())
                 continue
             layer = group[0]

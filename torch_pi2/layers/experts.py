@@ -30,6 +30,7 @@ from torch_pi2.layers.gpu import (
 from torch_pi2.layers.offloaded import InStore, OffloadedFFN, Store, check_store_layer
 from torch_pi2.layers.rows import convert
 from torch_pi2.ops import load
+from torch_pi2.ops.linear import IN_BLOCKS
 from torch_pi2.predict import LAYER_TENSORS, tensors_among
 from torch_pi2.types.site import FFNSite
 
@@ -83,7 +84,8 @@ class SparseExperts(nn.Module):
         load()
         first: SparseFFN | None = None
         for expert, part in enumerate(parts):
-            part.leave_blocks()
+            if part.has_predictor:
+                part.leave_blocks()
             if first is None:
                 first = part
                 self._stack(part, experts)
@@ -112,11 +114,7 @@ class SparseExperts(nn.Module):
             tensor = part._buffers[name]
             stack = None
             if tensor is not None:
-                shape = (experts, *tensor.shape)
-                if tensor.is_meta:
-                    stack = torch.empty(shape, dtype=tensor.dtype, device="meta")
-                else:
-                    stack = new_tensor(shape, tensor.dtype)
+                stack = _room(tensor, experts)
             self.register_buffer(name, stack, persistent=False)
 
     def _add(self, expert: int, part: SparseFFN, first: SparseFFN) -> None:
@@ -130,6 +128,16 @@ class SparseExperts(nn.Module):
             stack, tensor = self._buffers[name], part._buffers[name]
             if stack is not None and tensor is not None and not tensor.is_meta:
                 stack[expert].copy_(tensor)
+
+    def stacked(self, rows: Iterable[torch.Tensor]) -> torch.Tensor:
+        """``neuron_rows`` of rows ``[I, R, ...]`` of each expert as in files, given one by one."""
+        stack: torch.Tensor | None = None
+        for expert, rows_of_one in enumerate(rows):
+            arranged = self._form[0].arranged(rows_of_one)
+            stack = _room(arranged, len(self.sites)) if stack is None else stack
+            stack[expert] = arranged
+        assert stack is not None
+        return stack
 
     @property
     def dtype(self) -> torch.dtype:
@@ -187,7 +195,8 @@ class SparseExperts(nn.Module):
 
     def compute(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
         """:meth:`forward` without checks, for the experts whose tensors are on the device of ``x``."""
-        routed, stored = (x, index, routing, self.neuron_rows), (self.weights, self.int8_activations)
+        weights = self.weights + IN_BLOCKS * self._form[0].up_in_blocks
+        routed, stored = (x, index, routing, self.neuron_rows), (weights, self.int8_activations)
         if on_gpu(x):
             y = torch.ops.pi2.gathered_experts(*routed, *self.asked(self.cuts_E, self.thresholds_E), *stored)
         else:
@@ -215,6 +224,7 @@ class SparseExperts(nn.Module):
     def split_off(self, there: Sequence[int], link: TransferBuffer, neuron_rows: torch.Tensor | None = None) -> None:
         """Compute the experts ``there`` on the GPU of ``link``, where inputs and results are from then on."""
         self.check_gpu_has_kernels()
+        self.leave_blocks()
         self.split = HybridExperts(self, there, link, neuron_rows)
 
     def end_split(self) -> None:
@@ -222,7 +232,12 @@ class SparseExperts(nn.Module):
         self.split = None
 
     def leave_blocks(self) -> None:
-        """Does nothing: the predictors of experts are never stored in blocks."""
+        """Store the neurons as in files from now on; the predictors of experts are never stored in blocks."""
+        if self.neuron_rows.is_cpu and not self.neuron_rows.is_contiguous():
+            rows = new_tensor(self.neuron_rows.shape, self.neuron_rows.dtype)
+            for expert, part in enumerate(self.experts()):
+                rows[expert] = part.in_row_order()
+            self.neuron_rows, self._form[0].up_in_blocks = rows, False
 
     def part(
         self, experts: Sequence[int], device: torch.device, neuron_rows: torch.Tensor | None = None
@@ -341,6 +356,15 @@ class OffloadedExperts(InStore, SparseExperts):
         routed, stored = (x, index, routing), (self.store.number, self.first_layer, len(self.sites))
         asked = self.asked(self.cuts, self.thresholds)
         return self.read(torch.ops.pi2.stored_experts, *routed, *stored, *asked, self.int8_activations, *self.biases())
+
+
+def _room(like: torch.Tensor, experts: int) -> torch.Tensor:
+    """An empty ``[experts, ...]`` for tensors in the layout of ``like``."""
+    if like.is_meta:
+        return torch.empty((experts, *like.shape), dtype=like.dtype, device="meta")
+    if like.is_contiguous():
+        return new_tensor((experts, *like.shape), like.dtype)
+    return new_tensor((experts, *like.transpose(0, 1).shape), like.dtype).transpose(1, 2)
 
 
 def _check_alike(part: SparseFFN, first: SparseFFN) -> None:

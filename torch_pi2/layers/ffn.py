@@ -280,7 +280,7 @@ class SparseFFN(DenseForm):
         """Neurons without gates and predictor as a view ``[I, 2, ...]`` of all up rows, in blocks where kernels want
         them (:mod:`torch_pi2.ops.linear`), and then all down rows; others as they are.
         """
-        plain = self.site.gated or self.site.experts is not None or self.has_predictor
+        plain = self.site.gated or self.has_predictor
         if plain or neuron_rows.dim() != 3 or not neuron_rows.is_cpu:
             return neuron_rows
         intermediate, rows, width = neuron_rows.shape

@@ -115,11 +115,14 @@ Tensor experts_ffn(const Tensor& x, const Tensor& index, const Tensor& routing, 
                    int64_t first_neuron) {
   check_plain(neuron_rows, "neuron_rows");
   const bool two = has_two_formats(weights);
-  STD_TORCH_CHECK(neuron_rows.dim() == (two ? 3 : 4) && neuron_rows.is_contiguous() && neuron_rows.numel() > 0,
+  const int64_t dim = two ? 3 : 4;
+  const bool known = neuron_rows.dim() == dim && neuron_rows.numel() > 0;
+  const bool follow = known && neuron_rows.stride(0) == neuron_rows.numel() / neuron_rows.size(0);
+  STD_TORCH_CHECK(known && (neuron_rows.is_contiguous() || (!two && follow)),
                   "pi2: neuron_rows: expected contiguous [experts, neurons, ",
                   two ? "bytes]" : "3 (gate, up, down) or 2 (up, down), hidden]", ", none of them 0, found ",
                   neuron_rows.is_contiguous() ? "" : "strided ", shape_of(neuron_rows),
-                  ". Stack the neurons of all experts.");
+                  ". Stack the neurons of all experts, each as sparse_ffn takes them.");
   const Routed r = routed(x, index, routing, neuron_rows.size(0));
   const Tensor first = torch::stable::select(neuron_rows, 0, 0);
   const int64_t experts = neuron_rows.size(0);
@@ -127,6 +130,7 @@ Tensor experts_ffn(const Tensor& x, const Tensor& index, const Tensor& routing, 
   const MaybeTensor down = of_first(bias_down, experts, "bias_down");
   const FfnArgs layer =
       ffn_args(x, first, gate, up, down, activation, activation_on_up, 0, 0, weights, int8_activations);
+  if (kind != "none") check_no_blocks(layer);
   const ExpertStack stack = stack_of(x, layer, r.args.experts, predictor, kind, cuts, predictor_weights,
                                      predictor_int8_activations, thresholds, first_neuron);
   const std::string problem = pi2::experts_ffn(r.args, stack, torch_threads());
