@@ -190,9 +190,9 @@ of floating-point sums.
 * **forks**: several answers to one prompt.
 * **drafts**: `prompt_lookup` and `assistant_model`. States cannot be taken back, so they are refused by name.
 
-In a `Decoder` steps of Mamba-2, gated delta rules, RWKV-7 and short convolutions are by the operators of
-torch_pi2/ops/states.py. `serve` keeps no prefixes of these models. A step that fails drops its sequences. `model.generate` of prompts with
-padding uses transformers' own loop.
+In a `Decoder` steps of Mamba-2, gated delta rules, RWKV-7 and short convolutions are by operators of ours
+(torch_pi2/ops/states.py). `serve` keeps no prefixes of these models. A step that fails drops its sequences.
+`model.generate` of prompts with padding uses transformers' own loop.
 """
 
 
