@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "base/convert.h"
+#include "base/for_each_cpu.h"
 #include "base/parallel.h"
 #include "base/scratch.h"
 
@@ -20,7 +21,7 @@ float sum_of(const float (&lanes)[kLanes]) {
   return sum;
 }
 
-float dot(const float* x, const float* y, std::int64_t n) {
+PI2_FOR_EACH_CPU float dot(const float* x, const float* y, std::int64_t n) {
   float lanes[kLanes] = {};
   std::int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes)
@@ -29,52 +30,66 @@ float dot(const float* x, const float* y, std::int64_t n) {
   return sum_of(lanes);
 }
 
-// The operands of one head.
+// s = s decay + v k + added b; returns s r.
+PI2_FOR_EACH_CPU float step_row(float* s, const float* decay, float v, const float* k, float added, const float* b,
+                                const float* r, std::int64_t n) {
+  float lanes[kLanes] = {};
+  std::int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    for (int l = 0; l < kLanes; ++l) {
+      const float now = s[i + l] * decay[i + l] + v * k[i + l] + added * b[i + l];
+      s[i + l] = now;
+      lanes[l] += now * r[i + l];
+    }
+  }
+  for (int l = 0; i < n; ++i, ++l) {
+    const float now = s[i] * decay[i] + v * k[i] + added * b[i];
+    s[i] = now;
+    lanes[l] += now * r[i];
+  }
+  return sum_of(lanes);
+}
+
+PI2_FOR_EACH_CPU void add_to(float* y, const float* x, float factor, std::int64_t n) {
+  for (std::int64_t i = 0; i < n; ++i) y[i] += x[i] * factor;
+}
+
+// A column of all rows: s = s decay + v k + added b; y += s r.
+PI2_FOR_EACH_CPU void step_column(float* s, float decay, const float* v, float k, const float* added, float b, float r,
+                                  float* y, std::int64_t n) {
+  for (std::int64_t i = 0; i < n; ++i) {
+    const float now = s[i] * decay + v[i] * k + added[i] * b;
+    s[i] = now;
+    y[i] += now * r;
+  }
+}
+
+// The operands of one head. decay, b: [width]; a: [width] or null.
 struct Head {
   std::int64_t rows, width;
   float* state;
   const float *decay, *v, *k, *r, *a, *b;
-  float one_decay, *y;
-
-  float decay_at(std::int64_t i) const { return decay == nullptr ? one_decay : decay[i]; }
+  float* y;
 };
 
 // S[p, :] is dense.
 void by_rows(const Head& head) {
   for (std::int64_t p = 0; p < head.rows; ++p) {
-    float *s = head.state + p * head.width, lanes[kLanes] = {};
-    const float added = head.a == nullptr ? 0 : dot(s, head.a, head.width), v = head.v[p];
-    const auto update = [&](std::int64_t i) {
-      float now = s[i] * head.decay_at(i) + v * head.k[i];
-      if (head.a != nullptr) now += added * head.b[i];
-      s[i] = now;
-      return now * head.r[i];
-    };
-    std::int64_t i = 0;
-    for (; i + kLanes <= head.width; i += kLanes)
-      for (int l = 0; l < kLanes; ++l) lanes[l] += update(i + l);
-    for (int l = 0; i < head.width; ++i, ++l) lanes[l] += update(i);
-    head.y[p] = sum_of(lanes);
+    float* s = head.state + p * head.width;
+    const float added = head.a == nullptr ? 0 : dot(s, head.a, head.width);
+    head.y[p] = step_row(s, head.decay, head.v[p], head.k, added, head.b, head.r, head.width);
   }
 }
 
 // S[:, i] is dense. `added`: room for a number of each row.
 void by_columns(const Head& head, float* added) {
-  std::memset(added, 0, head.rows * sizeof(float));
-  std::memset(head.y, 0, head.rows * sizeof(float));
-  for (std::int64_t i = 0; head.a != nullptr && i < head.width; ++i) {
-    const float *s = head.state + i * head.rows, a = head.a[i];
-    for (std::int64_t p = 0; p < head.rows; ++p) added[p] += s[p] * a;
-  }
-  for (std::int64_t i = 0; i < head.width; ++i) {
-    float* s = head.state + i * head.rows;
-    const float decay = head.decay_at(i), k = head.k[i], r = head.r[i], b = head.a == nullptr ? 0 : head.b[i];
-    for (std::int64_t p = 0; p < head.rows; ++p) {
-      const float now = s[p] * decay + head.v[p] * k + added[p] * b;
-      s[p] = now;
-      head.y[p] += now * r;
-    }
-  }
+  std::fill_n(added, head.rows, 0.0f);
+  std::fill_n(head.y, head.rows, 0.0f);
+  for (std::int64_t i = 0; head.a != nullptr && i < head.width; ++i)
+    add_to(added, head.state + i * head.rows, head.a[i], head.rows);
+  for (std::int64_t i = 0; i < head.width; ++i)
+    step_column(head.state + i * head.rows, head.decay[i], head.v, head.k[i], added, head.b[i], head.r[i], head.y,
+                head.rows);
 }
 
 template <class Body>
@@ -93,19 +108,22 @@ void recurrence(const RecurrenceArgs& args, const ParallelFor& parallel) {
   run(parallel, args.batch * args.heads, args.batch * args.heads * size, [&](std::int64_t index) {
     const std::int64_t sequence = index / args.heads, heads = args.heads / args.groups;
     const std::int64_t group = sequence * args.groups + index % args.heads / heads, at = index * args.width;
-    Head head{args.rows,
-              args.width,
-              args.state + index * size,
-              args.one_decay ? nullptr : args.decay + at,
-              args.v + index * args.rows,
-              args.k + group * args.width,
-              args.r + group * args.width,
-              args.a == nullptr ? nullptr : args.a + at,
-              args.b == nullptr ? nullptr : args.b + at,
-              args.one_decay ? args.decay[index] : 0,
-              args.y + index * args.rows};
+    float* decay = scratch(Scratch::kInput, 2 * args.width + args.rows);
+    float *zeros = decay + args.width, *added = zeros + args.width;
+    if (args.one_decay) std::fill_n(decay, args.width, args.decay[index]);
+    if (args.b == nullptr) std::fill_n(zeros, args.width, 0.0f);
+    const Head head{args.rows,
+                    args.width,
+                    args.state + index * size,
+                    args.one_decay ? decay : args.decay + at,
+                    args.v + index * args.rows,
+                    args.k + group * args.width,
+                    args.r + group * args.width,
+                    args.a == nullptr ? nullptr : args.a + at,
+                    args.b == nullptr ? zeros : args.b + at,
+                    args.y + index * args.rows};
     if (args.transposed)
-      by_columns(head, scratch(Scratch::kInput, args.rows));
+      by_columns(head, added);
     else
       by_rows(head);
   });
