@@ -35,7 +35,7 @@ def test_steps_and_pieces_are_those_of_transformers(family: str) -> None:
     assert any(runner.is_stable for runner in decoder._runners.values())
     made, decoder = answered(model, prompt(), chunk_tokens=4)
     assert off(made, wanted) < 1e-5
-    assert decoder._continues is (family != "mamba")
+    assert decoder.continues is (family != "mamba")
 
 
 class _Counts(TorchDispatchMode):
@@ -105,8 +105,12 @@ def test_nothing_is_taken_back_in_silence(model: nn.Module) -> None:
         decoder.verify(torch.tensor([[5, 6]]))
     with pytest.raises(UnsupportedModelError, match="recurrent states"):
         decoder.rollback(1)
-    with pytest.raises(UnsupportedModelError, match="recurrent states"):
-        decoder.copy_kv(0, 0, 4)
+    kv, (tokens, states) = [decoder.copy_kv(0, 0, 4)], decoder.copy_states(0)
+    decoder.retain([])
+    for wrong in (None, (tokens, states)):  # states after other tokens than those of the keys and values
+        with pytest.raises(ShapeError, match="recurrent states"):
+            list(decoder.add(prompt(), kv, wrong))
+    decoder.prompt(prompt())
     with pytest.raises(UnsupportedModelError, match="prompt_lookup of NemotronH"):
         torch_pi2.generate(model, prompt(), prompt_lookup=3)
     with pytest.raises(UnsupportedModelError, match="assistant_model of NemotronH"):

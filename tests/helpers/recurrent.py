@@ -138,7 +138,7 @@ def continued(model: nn.Module) -> str:
     decoder = Decoder(model, max_tokens=64, compiled=False, logits=True)
     decoder.prompt(ids)
     first_V = decoder.prompt(torch.cat([ids, more], 1), known=PROMPT)[0]
-    return said(stepped(decoder, first_V), whole, "yes" if decoder._continues else "read again")
+    return said(stepped(decoder, first_V), whole, "yes" if decoder.continues else "read again")
 
 
 def drafted(model: nn.Module, wanted: torch.Tensor) -> str:
@@ -167,7 +167,7 @@ def judge(family: str, make: Callable[[str], nn.Module] = tiny) -> Row:
 
     def pieces() -> str:
         made, decoder = answered(model, prompt(), chunk_tokens=4)
-        return said(made, wanted, "yes" if decoder._continues else "read whole")
+        return said(made, wanted, "yes" if decoder.continues else "read whole")
 
     cells = recorded, pieces, lambda: continued(model), lambda: joined(model, wanted), lambda: forked(model, wanted)
     return Row(family, layers, steps, *map(tried, (*cells, lambda: drafted(model, wanted))))
@@ -191,8 +191,8 @@ of floating-point sums.
 * **drafts**: `prompt_lookup` and `assistant_model`. States cannot be taken back, so they are refused by name.
 
 In a `Decoder` steps of Mamba-2, gated delta rules, RWKV-7 and short convolutions are by operators of ours
-(torch_pi2/ops/states.py). `serve` keeps no prefixes of these models. A step that fails drops its sequences.
-`model.generate` of prompts with padding uses transformers' own loop.
+(torch_pi2/ops/states.py). `serve` keeps states after whole prompts, for those that go on there. A step that fails
+drops its sequences. `model.generate` of prompts with padding uses transformers' own loop.
 """
 
 

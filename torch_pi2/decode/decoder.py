@@ -31,7 +31,7 @@ from torch_pi2.decode.chunked_prefill import (
     takes_several_lengths,
 )
 from torch_pi2.decode.guards import Guards
-from torch_pi2.decode.kv_cache import ForgottenStates, KeyValues, cache_name, check_continued, of_another_dtype
+from torch_pi2.decode.kv_cache import ForgottenStates, KeyValues, States, cache_name, check_continued, of_another_dtype
 from torch_pi2.decode.plan_controller import controller_of
 from torch_pi2.decode.sequence import not_finite
 from torch_pi2.decode.state_steps import fast_states
@@ -173,8 +173,9 @@ class Decoder:
             self.compiled, self.recorded = False, False
         self._inspect_model()
         self._grows, self._kv = grows, KeyValues(model, max_tokens, batch, self.device, grows)
-        #: Until a chunk of a prompt does not use the states of the one before, which other stages would not notice.
-        self._continues = not (self._kv.states and (group := group_of(model)) is not None and group.divides_kv)
+        #: Whether prompts can go on after tokens that were read before: until a chunk does not use the states of the
+        #: one before it, which other stages would not notice.
+        self.continues = not (self._kv.states and (group := group_of(model)) is not None and group.divides_kv)
         self.cache: Any = None
         self._cache_name = cache_name(model)
         self._backend = backend
@@ -285,7 +286,7 @@ class Decoder:
             try:
                 result = self._read_from(ids_BT, known, most)
             except ForgottenStates:
-                self._continues = False
+                self.continues = False
                 result = self._read_from(ids_BT, 0, tokens)
             self._kv.check_used(self.model)
         except BaseException:
@@ -307,15 +308,18 @@ class Decoder:
             at += chunk_BT.shape[1]
         return _checked(self._read_chunk(last_BT, cache, rows * tokens, at))
 
-    def add(self, ids_1T: torch.Tensor, known: Sequence[list[torch.Tensor]] = ()) -> Iterator[int]:
+    def add(
+        self, ids_1T: torch.Tensor, known: Sequence[list[torch.Tensor]] = (), states: States | None = None
+    ) -> Iterator[int]:
         """Read the prompt of one more sequence, int64 ``[1, T]``, in chunks; steps may run in between.
 
         Yields the number of tokens left after each chunk. Afterwards the sequence is the last row, ``batch`` - 1, with
         all tokens but the last, which the next step has to feed. The result does not depend on the other sequences,
         which continue if this fails or is closed. While there are others, chunks are short if that is lossless.
         ``known``: keys and values of the first tokens, from :meth:`copy_kv`, part by part, which are not read again,
-        except up to 12 before the last if unknown ones follow (:meth:`prompt`). Raises UnsupportedModelError: the model
-        cannot have sequences of different lengths.
+        except up to 12 before the last if unknown ones follow (:meth:`prompt`). ``states``: recurrent states after
+        these tokens, from :meth:`copy_states`. Raises UnsupportedModelError: the model cannot have sequences of
+        different lengths.
         """
         _check_ids(ids_1T, "add")
         check_vocabulary(self.model, ids_1T, "add")
@@ -326,13 +330,14 @@ class Decoder:
             found = f"{list(ids_1T.shape)} beside {len(self.lengths)}"
             fix = "Drop others first (retain), or make a Decoder for more."
             raise ShapeError("add", expected=expected, found=found, fix=fix)
-        if known:
-            self.check_parts("add(known=...)")
         cached = sum(part[0].shape[1] for part in known)
-        if cached > ids_1T.shape[1]:
-            expected = f"keys and values of the first tokens of the prompt, at most {ids_1T.shape[1]}"
+        if states is not None and not self._kv.has_attention:
+            cached = states[0]
+        if cached > ids_1T.shape[1] or (cached and self.has_states and (states is None or states[0] != cached)):
+            expected = f"keys and values (and recurrent states) of the first tokens, at most {ids_1T.shape[1]}"
+            found = f"those of {cached}" + ("" if states is None else f" and states after {states[0]}")
             fix = "Leave out what the prompt does not begin with."
-            raise ShapeError("add(known=...)", expected=expected, found=f"those of {cached}", fix=fix)
+            raise ShapeError("add(known=...)", expected=expected, found=found, fix=fix)
         if self.lengths and not self._positions:
             raise UnsupportedModelError(
                 type(self.model).__name__,
@@ -341,11 +346,13 @@ class Decoder:
                 found="another",
                 fix="Load it with attn_implementation='sdpa', or decode one after another.",
             )
-        return self._add_by_chunks(ids_1T, known)
+        return self._add_by_chunks(ids_1T, known, states)
 
-    def _add_by_chunks(self, ids_1T: torch.Tensor, known: Sequence[list[torch.Tensor]]) -> Iterator[int]:
+    def _add_by_chunks(
+        self, ids_1T: torch.Tensor, known: Sequence[list[torch.Tensor]], states: States | None
+    ) -> Iterator[int]:
         """Each chunk is a separate call, which can be broadcast."""
-        self.begin_add(ids_1T, known)
+        self.begin_add(ids_1T, known, states)
         try:
             while (left := self.next_chunk()) is not None:
                 yield left
@@ -353,13 +360,13 @@ class Decoder:
             self.end_add()
 
     @broadcast_call
-    def begin_add(self, ids_1T: torch.Tensor, known: Sequence[list[torch.Tensor]]) -> None:
+    def begin_add(self, ids_1T: torch.Tensor, known: Sequence[list[torch.Tensor]], states: States | None) -> None:
         """Part of :meth:`add`, which has checked the arguments."""
         self._check_not_adding("add")  # another may have begun since
         if (group := group_of(self.model)) is not None:
             check_coordinated(group)
         self._inspect_model()
-        self._chunks = self._read_chunks(ids_1T.to(self.device), known)
+        self._chunks = self._read_chunks(ids_1T.to(self.device), known, states)
 
     @broadcast_call
     @torch.inference_mode()
@@ -374,7 +381,9 @@ class Decoder:
         if chunks is not None:
             chunks.close()
 
-    def _read_chunks(self, ids_1T: torch.Tensor, known: Sequence[list[torch.Tensor]]) -> Generator[int]:
+    def _read_chunks(
+        self, ids_1T: torch.Tensor, known: Sequence[list[torch.Tensor]], states: States | None
+    ) -> Generator[int]:
         fed = ids_1T.shape[1] - 1
         tokens = max(1, fed)  # one in any case, which allocates keys and values
         row = self._adding = len(self.lengths)
@@ -383,6 +392,9 @@ class Decoder:
             for part in known:
                 self._kv.put(row, at, part)
                 at += part[0].shape[1]
+            if states is not None:
+                at = states[0]
+                self._kv.put_states(row, states[1])
             at = at if at == fed > 0 else self._reusable(at, tokens)
             cache = self._kv.reading(row, 1, tokens, at)
             while left := tokens - at:
@@ -393,7 +405,7 @@ class Decoder:
                 try:
                     self._read_chunk(ids_1T[:, at : at + size], cache, tokens, at, without_logits())
                 except ForgottenStates:
-                    self._continues, at, cache = False, 0, self._kv.reading(row, 1, tokens)
+                    self.continues, at, cache = False, 0, self._kv.reading(row, 1, tokens)
                     continue
                 at += size
                 yield tokens - at
@@ -417,12 +429,12 @@ class Decoder:
         if tokens > self._same_frequencies:  # which then depend on the length of a call
             return 0
         if self._kv.states:  # of all known tokens or of none
-            return known if self._continues and tokens - known >= constants().gemm_tokens else 0
+            return known if self.continues and tokens - known >= constants().gemm_tokens else 0
         return max(0, min(known, tokens - constants().gemm_tokens))
 
     def _chunk_of(self, rows: int) -> int:
         """Maximum tokens of each of ``rows`` sequences in a chunk; 0: no limit."""
-        if not self._continues:
+        if not self.continues:
             return 0
         return max(self._least_tokens, self._chunk_limit // rows) if self._chunk_limit else self.chunk_tokens
 
@@ -443,7 +455,6 @@ class Decoder:
 
     def copy_kv(self, row: int, first: int, last: int) -> list[torch.Tensor]:
         """Copy keys and values of the tokens from ``first`` to ``last`` (exclusive) of a row, for :meth:`add`."""
-        self.check_parts("copy_kv")
         if not (0 <= row < len(self.lengths) and 0 <= first < last <= self.lengths[row]):
             expected = f"tokens, 1 or more, of a sequence that there is (now {self.lengths})"
             found = f"{first} to {last} of row {row}"
@@ -452,6 +463,10 @@ class Decoder:
             expected, fix = "all keys and values here", "Read prompts whole."
             raise UnsupportedModelError("copy_kv", expected=expected, found="those of a stage", fix=fix)
         return self._kv.copied(row, first, last)
+
+    def copy_states(self, row: int) -> States:
+        """Copies of the recurrent states of a row after all of its tokens, and their number, for :meth:`add`."""
+        return self.lengths[row], self._kv.copied_states(row)
 
     @broadcast_call
     @torch.inference_mode()

@@ -20,6 +20,8 @@ from torch_pi2.base.memory import untouched_zeros
 from torch_pi2.errors import DtypeError, OutOfMemoryError, UnsupportedModelError
 from torch_pi2.ops import load
 
+#: A number of tokens and recurrent states after them, by layer.
+States = tuple[int, list[torch.Tensor]]
 #: Maximum new tokens of a step: a failed one may have written this many beyond a row's length.
 _MOST_STEPPED = 8
 
@@ -351,6 +353,14 @@ class KeyValues:
     def restore_states(self, saved: list[torch.Tensor]) -> None:
         for tensor, before in zip((t for states in self.states for t in states.tensors.values()), saved, strict=True):
             tensor[: len(before)] = before
+
+    def copied_states(self, row: int) -> list[torch.Tensor]:
+        """Copies of the states of a row, by layer, on the CPU."""
+        return [t[row].to("cpu", copy=True) for states in self.states for t in states.tensors.values()]
+
+    def put_states(self, row: int, copied: list[torch.Tensor]) -> None:
+        for tensor, one in zip((t for states in self.states for t in states.tensors.values()), copied, strict=True):
+            tensor[row] = one
 
     def clear_states(self, row: int) -> None:
         """As before the first token."""

@@ -228,8 +228,8 @@ def _packed(call: Call) -> torch.Tensor:
         fix = "Leave it out. A Decoder has a KV cache of its own."
         raise ConfigError(what, expected=expected, found=f"a {type(value).__name__}", fix=fix)
 
-    kwargs = {name: plain(value) for name, value in call.kwargs.items()}
-    message = {**vars(call), "args": plain(call.args), "kwargs": kwargs}
+    args, kwargs = plain(call.args), {name: plain(value) for name, value in call.kwargs.items()}  # in their order
+    message = {**vars(call), "args": args, "kwargs": kwargs}
     text = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
     size = torch.tensor([len(text)], dtype=torch.int64, device="cpu").view(torch.uint8)
     return torch.cat([size, text, *(tensor.view(-1).view(torch.uint8) for tensor in tensors)])

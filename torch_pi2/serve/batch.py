@@ -159,9 +159,7 @@ class Batch:
         self._decoder = Decoder(model, max_tokens=max_tokens, batch=max_batch_size, compiled=compiled, logits=True)
         self._vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
         divided = self._group is not None and self._group.divides_kv
-        if prefix_bytes and self._decoder.has_states:
-            log.warning("%s has recurrent states: shared prefixes of prompts are read anew", type(model).__name__)
-        divided = divided or self._decoder.has_states
+        divided = divided or (self._group is not None and self._decoder.has_states)
         self.prefixes = PrefixCache(0 if divided else prefix_bytes, ways=prompt_path_lengths(model))
         self._reading: tuple[Sequence, Generator[int]] | None = None
         self._live: list[Sequence] = []  # by row
@@ -298,10 +296,14 @@ class Batch:
 
     def _chunks(self, ids: list[int]) -> Generator[int]:
         """:meth:`Decoder.add` with the prefix cache."""
-        read = ids[:-1]
-        yield from self._decoder.add(torch.tensor([ids], dtype=torch.int64), self.prefixes.find(read))
+        read, decoder = ids[:-1], self._decoder
+        known = self.prefixes.find(read, decoder.has_states) if decoder.continues else []
+        kv, states = [block.kv for block in known if block.kv], known[-1].states if known else None
+        yield from decoder.add(torch.tensor([ids], dtype=torch.int64), kv, states)
         row = len(self._live)
-        self.prefixes.add(read, lambda first, last: self._decoder.copy_kv(row, first, last))
+        if read and decoder.continues and self.prefixes.budget_bytes:
+            after = decoder.copy_states(row) if decoder.has_states else None
+            self.prefixes.add(read, lambda first, last: decoder.copy_kv(row, first, last), after)
 
     def _step(self) -> None:
         with self._changed:
