@@ -2,6 +2,7 @@
 #include <cstring>
 #include <vector>
 
+#include "kernels/fetch_rows.h"
 #include "pi2/kernels.h"
 #include "pi2/linear.h"
 
@@ -50,7 +51,7 @@ void fill(const void* const* rows, std::int64_t pairs, const void* const* next, 
   const std::int64_t scales = pairs * kPair;
   for (std::int64_t p = 0; p < pairs; ++p) {
     for (std::int64_t r = 0; next != nullptr && p * kPair % kLine == 0 && r < kPanelRows; ++r)
-      __builtin_prefetch(static_cast<const char*>(next[r]) + p * kPair);
+      fetch(static_cast<const char*>(next[r]) + p * kPair);
     for (std::int64_t u = 0; u < kUnits; ++u) {
       for (std::int64_t r = 0; r < kPanelRows; r += 4) {
         const Square square(rows + r, p * kPair + u * kUnit);
@@ -66,8 +67,7 @@ void fill(const void* const* rows, std::int64_t pairs, const void* const* next, 
   for (std::int64_t p = 0; p < pairs; p += 4) {
     const std::int64_t some = pairs - p < 4 ? pairs - p : 4;
     for (std::int64_t r = 0; r < kPanelRows; ++r)
-      if (next != nullptr && p % (kLine / kWord) == 0)
-        __builtin_prefetch(static_cast<const char*>(next[r]) + scales + p * kWord);
+      if (next != nullptr && p % (kLine / kWord) == 0) fetch(static_cast<const char*>(next[r]) + scales + p * kWord);
     for (std::int64_t r = 0; r < kPanelRows; r += 4) {
       const Square square =
           some == 4 ? Square(rows + r, scales + p * kWord) : Square(rows + r, scales + p * kWord, some * kWord);

@@ -25,6 +25,7 @@
 #include "ffn/down_queue.h"
 #include "ffn/firing.h"
 #include "ffn/panels.h"
+#include "kernels/fetch_rows.h"
 #include "pi2/ffn.h"
 #include "pi2/kernels.h"
 #include "pi2/linear.h"
@@ -434,6 +435,11 @@ bool run_chunk(const Pass& pass, std::int64_t chunk, float* y_TW, double* square
   const std::int64_t first = chunk * pass.chunk_size;
   const std::int64_t n = pass.counts != nullptr ? pass.counts[chunk] : gather(pass, chunk);
   if (n == 0) return false;
+  if (!pass.up_blocks && pass.cut_T == nullptr) {  // the first neurons; their successors are prefetched with them
+    const std::int64_t bytes = pass.active == nullptr ? args.row_bytes() : args.down_offset();
+    for (std::int64_t i = first; i < first + std::min(n, pass.ahead(bytes, kDotRows)); ++i)
+      for (std::int64_t at = 0; at < bytes; at += 64) fetch(pass.row_of(pass.ids[i], 0) + at);
+  }
   std::memset(y_TW, 0, static_cast<std::size_t>(pass.tokens * pass.width) * sizeof(float));
   Counters done;
   DownQueue queue_T[kPassTokens];

@@ -10,6 +10,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "kernels/fetch_rows.h"
 #include "pi2/kernels.h"
 
 namespace pi2 {
@@ -50,7 +51,7 @@ struct Ahead {
   Ahead(const AttendArgs& a, const char* now, std::int64_t stride)
       : bytes(a.width * Format::kBytes), stride(stride), row(now + (kAttendAheadBytes / bytes + 1) * stride) {}
   void next(std::int64_t count) {
-    for (std::int64_t i = 0; i < count; i += 64) __builtin_prefetch(row + at + i);
+    for (std::int64_t i = 0; i < count; i += 64) fetch(row + at + i);
     at += count;
     if (at < bytes) return;
     at = 0;

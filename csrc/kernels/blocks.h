@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "kernels/fetch_rows.h"
 #include "pi2/kernels.h"
 
 namespace pi2 {
@@ -69,8 +70,7 @@ struct Blocks {
     for (std::int64_t g = part.begin; g < part.end; g += 2, w += kPairBytes) {
       if (part.fetch) {
         const std::uintptr_t ahead = reinterpret_cast<std::uintptr_t>(w) + kAheadBytes;  // may pass the matrix's end
-        for (std::int64_t line = 0; line < kPairBytes; line += 64)
-          __builtin_prefetch(reinterpret_cast<const void*>(ahead + line));
+        for (std::int64_t line = 0; line < kPairBytes; line += 64) fetch(reinterpret_cast<const void*>(ahead + line));
       }
       for (std::int64_t i = 0; i < 2; ++i) {
         std::int32_t start[kTokens];

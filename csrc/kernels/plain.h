@@ -76,7 +76,7 @@ inline void axpy_rows(float* y, const void* const* rows, const float* h, std::in
   std::int64_t k = 0;
   for (; k + kLanes <= n; k += kLanes) {
     if (next != nullptr && k % kLine == 0)
-      for (int r = 0; r < kRows; ++r) __builtin_prefetch(static_cast<const char*>(next[r]) + k * Format::kBytes);
+      for (int r = 0; r < kRows; ++r) fetch(static_cast<const char*>(next[r]) + k * Format::kBytes);
     Float sum = Format::load_floats(y + k);
     for (int r = 0; r < kRows; ++r) sum = Format::fma(scale[r], Format::load(w[r] + k * Format::kBytes), sum);
     Format::store_floats(y + k, sum);

@@ -1,5 +1,6 @@
 #include <immintrin.h>
 
+#include "kernels/fetch_rows.h"
 #include "pi2/kernels.h"
 
 namespace {
@@ -24,7 +25,7 @@ void pi2::count_signs__avx512(PI2_SIGNS_ARGS) {
     __m512i sum = _mm512_setzero_si512();
     std::int64_t k = 0;
     for (; k + 8 <= words; k += 8) {
-      _mm_prefetch(row + 8 * k + kAhead, _MM_HINT_T0);
+      pi2::fetch(row + 8 * k + kAhead);
       sum = _mm512_add_epi64(
           sum, ones_by_word(_mm512_xor_si512(_mm512_loadu_si512(row + 8 * k), _mm512_loadu_si512(v + 8 * k))));
     }

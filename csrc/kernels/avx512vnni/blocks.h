@@ -42,7 +42,9 @@ struct BlockQ8 {
 };
 
 constexpr std::int64_t kStepColumns = 1024;
-constexpr std::uintptr_t kAheadBytes = 8192;  // two pages: what the processor prefetches by itself ends with each
+// Two pages: what the processor prefetches by itself ends with each. It does more for a single stream, which is slower
+// if so much is asked for far ahead.
+constexpr std::uintptr_t kAheadBytes = 8192, kAheadOfOne = 1536;
 
 inline __m512 block_scales(const char* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
@@ -75,9 +77,9 @@ inline void dot_blocks_tile(const char* blocks, const void* const* x_T, const Gr
   }
   for (std::int64_t g = begin; g < some.end; g += 2, w += kPairBytes) {
     for (int p = 0; some.fetch && p < kBlocks; ++p) {
-      const auto ahead = reinterpret_cast<std::uintptr_t>(w) + p * stride + kAheadBytes;  // may pass the matrix's end
-      for (std::int64_t line = 0; line < kPairBytes; line += 64)
-        _mm_prefetch(reinterpret_cast<const char*>(ahead + line), _MM_HINT_T0);
+      constexpr std::uintptr_t kAhead = kBlocks * kTokens == 1 ? kAheadOfOne : kAheadBytes;
+      const auto ahead = reinterpret_cast<std::uintptr_t>(w) + p * stride + kAhead;  // may pass the matrix's end
+      for (std::int64_t line = 0; line < kPairBytes; line += 64) fetch(reinterpret_cast<const void*>(ahead + line));
     }
     for (std::int64_t i = 0; i < 2; ++i) {
       __m512i acc[kBlocks][kTokens];

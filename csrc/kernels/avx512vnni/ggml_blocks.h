@@ -138,9 +138,10 @@ struct GgmlBlocks {
     __m512 product[kTokens];  // with halves: of the first one
     const char* w = block + some.begin / kGroups * kBytes;
     for (std::int64_t g = some.begin; g < some.end; g += kGroups, w += kBytes) {
-      const auto ahead = reinterpret_cast<std::uintptr_t>(w) + kAheadBytes;  // may pass the matrix's end
+      constexpr std::uintptr_t kAhead = kNumbers == 2 * kGroup && kTokens == 1 ? kAheadOfOne : kAheadBytes;
+      const auto ahead = reinterpret_cast<std::uintptr_t>(w) + kAhead;  // may pass the matrix's end
       for (std::int64_t line = 0; some.fetch && line < kBytes; line += 64)
-        _mm_prefetch(reinterpret_cast<const char*>(ahead + line), _MM_HINT_T0);
+        fetch(reinterpret_cast<const void*>(ahead + line));
       const Format of(w);
 #pragma GCC unroll 16
       for (int part = 0; part < static_cast<int>(kGroups) * kParts; ++part) {

@@ -80,7 +80,7 @@ inline void dot_lanes_q4_of(const void* const* rows, const void* const* next, co
     for (int q = 0; q < 4; ++q) {
       __m512i part[kTokens][4];
       for (int r = 0; r < 4; ++r) {
-        if (next != nullptr) _mm_prefetch(static_cast<const char*>(next[4 * q + r]) + g * (kGroup / 2), _MM_HINT_T0);
+        if (next != nullptr) fetch(static_cast<const char*>(next[4 * q + r]) + g * (kGroup / 2));
         const __m512i nibbles = avx512::nibbles_of_4(w[4 * q + r] + g * (kGroup / 2), left);
         const __m512i low = _mm512_and_si512(nibbles, low_half);
         const __m512i high = _mm512_and_si512(_mm512_srli_epi16(nibbles, 4), low_half);
@@ -103,8 +103,7 @@ inline void dot_lanes_q4_of(const void* const* rows, const void* const* next, co
     }
   }
   for (std::int64_t r = 0; next != nullptr && r < kPanelRows; ++r)
-    for (std::int64_t at = scales; at < scales + 2 * n_groups; at += 64)
-      _mm_prefetch(static_cast<const char*>(next[r]) + at, _MM_HINT_T0);
+    for (std::int64_t at = scales; at < scales + 2 * n_groups; at += 64) fetch(static_cast<const char*>(next[r]) + at);
   for (int t = 0; t < kTokens; ++t) _mm512_storeu_ps(out + t * ldo, sum[t]);
 }
 
