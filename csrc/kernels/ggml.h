@@ -11,8 +11,8 @@
 //   Numbers, numbers(p, part) unsigned bytes
 //   store(Numbers, bytes)     128
 // For float activations it inherits the members that plain.h needs and bytes(p) (kLanes unsigned bytes as floats); for
-// int8 ones Sums (of a row and a token), zero_sums(), total(Sums) and add_step(sums, pairs, numbers, x):
-// every group's products as an exact integer.
+// int8 ones Sums (of a row and a token), zero_sums(), total(Sums), Step(p) and add_step(sums, step, x): every group's
+// products as an exact integer.
 #pragma once
 
 #include <algorithm>
@@ -36,9 +36,19 @@ constexpr float ggml_offset(DType dtype) {
                                                           : -1;
 }
 
+// Where the first half of group g begins in an input, and the second one from there. Of tq2_0, 64 bytes have 32 of both
+// groups that are the same bits of a superblock.
+constexpr std::int64_t ggml_place(DType dtype, std::int64_t g) {
+  return dtype == DType::kTQ2 ? g / 8 * 256 + g % 4 * 64 + g / 4 % 2 * 32 : g / 4 * kGgmlPart + g % 4 * (kGroup / 2);
+}
+constexpr std::int64_t ggml_second_half(DType dtype) { return dtype == DType::kTQ2 ? kGroup / 2 : kGgmlPart / 2; }
+// Numbers of tq2_0 are multiplied where their bits lie (those of the last groups two bits lower), so many times too
+// large, and scales of inputs are so many times too small. Powers of two are exact.
+constexpr int tq2_times(std::int64_t g) { return g % 4 == 0 ? 1 : g % 4 == 1 ? 4 : 16; }
+
 // An input rounded to int8, the same for every instruction set: for every four groups 64 bytes of first halves and 64
-// of second ones, padded(n) in all; then two floats for each group: its scale, and that times the sum of its values
-// times ggml_offset(). With halves twice the scale, and behind all of these such sums of both halves.
+// of second ones (but see ggml_place), padded(n) in all; then two floats for each group: its scale, and that times the
+// sum of its values times ggml_offset(). With halves twice the scale, and behind all of these such sums of both halves.
 struct GgmlInput {
   const std::int8_t* values;
   const float* pairs;
@@ -60,13 +70,13 @@ void ggml_prepare_a8(PI2_PREPARE_ARGS) {
   for (std::int64_t g = 0; g < all; ++g, pairs += 2) {
     std::int8_t group[kGroup] = {};
     const float scale = g * kGroup < n ? quantize_group(x + g * kGroup, kGroup, group) : 0.0f;
-    std::int8_t* to = values + g / 4 * kGgmlPart + g % 4 * (kGroup / 2);
+    std::int8_t* to = values + ggml_place(kDType, g);
     std::memcpy(to, group, kGroup / 2);
-    std::memcpy(to + kGgmlPart / 2, group + kGroup / 2, kGroup / 2);
+    std::memcpy(to + ggml_second_half(kDType), group + kGroup / 2, kGroup / 2);
     std::int32_t sum[2] = {};
     for (std::int64_t k = 0; k < kGroup; ++k) sum[k / (kGroup / 2)] += group[k];
     const float by = ggml_offset(kDType) * scale;
-    pairs[0] = scale;
+    pairs[0] = kDType == DType::kTQ2 ? scale / static_cast<float>(tq2_times(g)) : scale;
     pairs[1] = has_halves(kDType) ? scale : by * static_cast<float>(sum[0] + sum[1]);
     for (int h = 0; has_halves(kDType) && h < 2; ++h) pairs[2 * all + h] = by * static_cast<float>(sum[h]);
   }
@@ -83,6 +93,18 @@ struct KScales {
     std::memcpy(&c, p + 8, sizeof(c));
     scale = (a & 0x3f3f3f3fu) | std::uint64_t{(c & 0x0f0f0f0fu) | (a >> 2 & 0x30303030u)} << 32;
     min = (b & 0x3f3f3f3fu) | std::uint64_t{(c >> 4 & 0x0f0f0f0fu) | (b >> 2 & 0x30303030u)} << 32;
+  }
+};
+
+// What add_step takes of a row.
+template <class Format>
+struct GgmlStep {
+  static constexpr std::int64_t kParts = ggml_block(Format::kDType).numbers == kGroup ? 1 : 2;
+  typename Format::Pairs pairs;
+  typename Format::Numbers numbers[kParts];
+
+  explicit GgmlStep(const char* p) : pairs(Format::pairs(p)) {
+    for (std::int64_t part = 0; part < kParts; ++part) numbers[part] = Format::numbers(p, part);
   }
 };
 
@@ -184,12 +206,8 @@ struct GgmlRows {
     for (std::int64_t k = 0; k < n; k += kStep) {
       ahead.step();
       for (int r = 0; r < kRows; ++r) {
-        const char* p = row[r].step(n - k);
-        const typename Format::Pairs pairs = Format::pairs(p);
-        typename Format::Numbers numbers[kParts];
-        for (std::int64_t part = 0; part < kParts; ++part) numbers[part] = Format::numbers(p, part);
-        for (int t = 0; t < kTokens; ++t)
-          Format::add_step(&sums[r][t], pairs, numbers, GgmlInput(x_T[t], n, k / kGroup));
+        const typename Format::Step step(row[r].step(n - k));
+        for (int t = 0; t < kTokens; ++t) Format::add_step(&sums[r][t], step, GgmlInput(x_T[t], n, k / kGroup));
       }
     }
     for (int r = 0; r < kRows; ++r)
@@ -201,6 +219,57 @@ struct GgmlRows {
                      over_tokens<2, dot_a8_tile<2, 2>, dot_a8_tile<2, 1>>,
                      over_tokens<2, dot_a8_tile<4, 2>, dot_a8_tile<4, 1>>>(rows, count, x_T, tokens, n, out_RT, next,
                                                                            row_bytes(kDType, n), steps(n));
+  }
+};
+
+// Rows of tq2_0 added to y, which is in plain order. Besides the members for plain.h, `Simd` has half(p), Fields,
+// fields(p) (kLanes bytes, a lane each) and ternary<s>(fields): the two bits 2 s of each lane, less 1, in float.
+template <class Simd>
+struct TernaryRows {
+  using Float = typename Simd::Float;
+  static constexpr GgmlBlock kBlock = ggml_block(DType::kTQ2);
+
+  template <int kRows>
+  struct Some {
+    Float scale[kRows];
+    typename Simd::Fields fields[kRows];
+
+    template <int kS>
+    void add(float* y) const {
+      Float sum = Simd::load_floats(y + kS * kGroup);
+      for (int r = 0; r < kRows; ++r) sum = Simd::fma(scale[r], Simd::template ternary<kS>(fields[r]), sum);
+      Simd::store_floats(y + kS * kGroup, sum);
+    }
+  };
+
+  template <int kRows>
+  static void axpy_rows(float* y, const void* const* rows, const float* h, std::int64_t n, const void* const* next) {
+    NextRows<Simd, kRows> ahead{next, next == nullptr ? 0 : kBlock.bytes};
+    Some<kRows> some;
+    for (std::int64_t at = 0; at < row_bytes(DType::kTQ2, n); at += kBlock.bytes, y += kBlock.numbers) {
+      ahead.step();
+      for (int r = 0; r < kRows; ++r)
+        some.scale[r] = Simd::set1(h[r] * Simd::half(static_cast<const char*>(rows[r]) + at + 64));
+      for (std::int64_t part = 0; part < 2; ++part)
+        for (std::int64_t v = 0; v < kGroup; v += Simd::kLanes) {
+          for (int r = 0; r < kRows; ++r)
+            some.fields[r] = Simd::fields(static_cast<const char*>(rows[r]) + at + part * kGroup + v);
+          float* to = y + part * kGgmlPart + v;
+          some.template add<0>(to);
+          some.template add<1>(to);
+          some.template add<2>(to);
+          some.template add<3>(to);
+        }
+    }
+  }
+
+  static void axpy(PI2_AXPY_ARGS) {
+    switch (count) {
+      case 1: return axpy_rows<1>(y, rows, h, n, next);
+      case 2: return axpy_rows<2>(y, rows, h, n, next);
+      case 3: return axpy_rows<3>(y, rows, h, n, next);
+      default: return axpy_rows<4>(y, rows, h, n, next);
+    }
   }
 };
 

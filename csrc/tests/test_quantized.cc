@@ -477,6 +477,7 @@ int main() {
           cases += check_dot(kernels, n, rng) + check_broken(kernels, n, rng);
         }
         cases += check_products(*tables[i], dtype, blocks * ggml_block(dtype).numbers, rng);
+        if (dtype == DType::kTQ2) cases += check_axpy(*tables[i], dtype, blocks * ggml_block(dtype).numbers, rng);
       }
     }
     std::printf("tested %s\n", tables[i]->isa);

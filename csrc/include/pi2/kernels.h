@@ -145,8 +145,8 @@ inline constexpr const char* kDTypeNames[kDTypes] = {"f32",  "bf16", "f16",  "i8
                                                      "q5_0", "q5_1", "q4_k", "q5_k", "q6_k", "tq2_0"};
 
 // Entries are null where a dtype has no such kernel:
-//   dot        all dtypes                  axpy       all but i8 and ggml's blocks
-//   prepare    q4, q8 and ggml's blocks (float activations)             restore    q4, q8
+//   dot        all dtypes                  axpy       all but i8, and of ggml's blocks tq2_0
+//   prepare    q4, q8 and ggml's blocks (float activations)             restore    q4, q8, tq2_0
 //   attend     f32, bf16, f16, i8 (a float behind each row is its scale)
 //   dot_a8, prepare_a8                     those of prepare (activations as int8 with a float scale per group of 32)
 struct KernelTable {

@@ -72,7 +72,9 @@ struct GgmlSimd : Simd {
   }
   static Int pairs_of(Int v) { return avx2::pairs(v); }
 
-  static void add_step(Sums* sums, const Pairs& pairs, const Numbers (&numbers)[kParts], const GgmlInput& x) {
+  template <class Step>
+  static void add_step(Sums* sums, const Step& step, const GgmlInput& x) {
+    const auto& [pairs, numbers] = step;
     for (int part = 0; part < kParts; ++part) {
       const std::int8_t *first = x.values + part * kGgmlPart, *second = first + kGgmlPart / 2;
       const Float pair = mul(pairs.of[part], load_floats(x.pairs + 8 * part));
@@ -96,6 +98,7 @@ struct GgmlSimd : Simd {
 // A group to a block.
 template <DType kType>
 struct GgmlSmall : GgmlSimd<1> {
+  using Step = GgmlStep<GgmlSmall>;
   static constexpr DType kDType = kType;
   static constexpr bool kMin = kType != DType::kQ5_0, kFifth = kType != DType::kQ4_1;
   static constexpr std::int64_t kBytes = ggml_block(kType).bytes, kBits = kMin ? 4 : 2,
@@ -143,6 +146,7 @@ struct GgmlSmall : GgmlSimd<1> {
 
 template <DType kType>
 struct GgmlK : GgmlSimd<2> {
+  using Step = GgmlStep<GgmlK>;
   static constexpr DType kDType = kType;
   static constexpr bool kFifth = kType == DType::kQ5K;
 
@@ -174,6 +178,7 @@ struct GgmlK : GgmlSimd<2> {
 };
 
 struct GgmlQ6K : GgmlSimd<2, true> {
+  using Step = GgmlStep<GgmlQ6K>;
   static constexpr DType kDType = DType::kQ6K;
 
   static Pairs pairs(const char* p) {
@@ -205,6 +210,13 @@ struct GgmlQ6K : GgmlSimd<2, true> {
 
 struct GgmlTQ2 : GgmlSimd<2> {
   static constexpr DType kDType = DType::kTQ2;
+  using Sums = Float;
+  struct Step {
+    Float d;
+    Int parts[2];
+
+    explicit Step(const char* p) : d(set1(half(p + 64))), parts{load_bytes(p), load_bytes(p + 32)} {}
+  };
 
   static Pairs pairs(const char* p) {
     const Float d = set1(half(p + 64));
@@ -219,6 +231,32 @@ struct GgmlTQ2 : GgmlSimd<2> {
       out.second[j] = low_bits(shifted(second, 4 * j, 4 * j + 2), 2);
     }
     return out;
+  }
+
+  using Fields = Int;
+  static Fields fields(const char* p) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  }
+  template <int kS>
+  static Float ternary(Fields v) {  // vpermps reads three bits of a lane
+    return _mm256_permutevar8x32_ps(_mm256_set_ps(2, 1, 0, -1, 2, 1, 0, -1), _mm256_srli_epi32(v, 2 * kS));
+  }
+
+  static Sums zero_sums() { return zero(); }
+  static float total(Sums sums) { return reduce(sums); }
+
+  static void add_step(Sums* sums, const Step& step, const GgmlInput& x) {
+    Float sum[2];
+    for (int part = 0; part < 2; ++part) {
+      const float* by = x.pairs + 8 * part;
+      sum[part] = _mm256_blend_ps(zero(), load_floats(by), 0xaa);
+      for (int s = 0; s < 4; ++s) {
+        const Int bits = _mm256_and_si256(s < 3 ? step.parts[part] : _mm256_srli_epi16(step.parts[part], 2),
+                                          _mm256_set1_epi8(static_cast<char>(3 * tq2_times(s))));
+        sum[part] = fma(set1(by[2 * s]), products(bits, x.values + 64 * s + 32 * part), sum[part]);
+      }
+    }
+    *sums = fma(step.d, add(sum[0], sum[1]), *sums);
   }
 };
 

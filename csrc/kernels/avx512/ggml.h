@@ -145,6 +145,14 @@ struct GgmlTQ2 : GgmlSimd {
   static Numbers numbers(const char* p, std::int64_t part) {
     return {number(p + 32 * part), number(p + 32 * part + 16)};
   }
+
+  using Fields = __m512i;
+  static Fields fields(const char* p) { return _mm512_cvtepu8_epi32(load16(p)); }
+  template <int kS>
+  static Float ternary(Fields v) {  // vpermps reads four bits of a lane
+    const Float table = _mm512_set_ps(2, 1, 0, -1, 2, 1, 0, -1, 2, 1, 0, -1, 2, 1, 0, -1);
+    return _mm512_permutexvar_ps(kS == 0 ? v : _mm512_srli_epi32(v, 2 * kS), table);
+  }
 };
 
 }  // namespace

@@ -11,8 +11,7 @@ namespace {
 template <class Format>
 struct Ggml : Format {
   using Sums = __m512;
-  using typename Format::Numbers;
-  using typename Format::Pairs;
+  using Step = GgmlStep<Format>;
   static constexpr int kParts = GgmlRows<Format>::kParts;
 
   static Sums zero_sums() { return _mm512_setzero_ps(); }
@@ -23,8 +22,9 @@ struct Ggml : Format {
     return _mm512_permutexvar_ps(Format::quarters(at, at + 2, at + 4, at + 6), v);
   }
 
-  static void add_step(Sums* sums, Pairs pairs, const Numbers (&numbers)[kParts], const GgmlInput& x) {
+  static void add_step(Sums* sums, const Step& step, const GgmlInput& x) {
     constexpr bool kHalves = has_halves(Format::kDType);
+    const auto& [pairs, numbers] = step;
     const __m512 by = kParts == 2 ? _mm512_loadu_ps(x.pairs) : _mm512_zextps256_ps512(_mm256_loadu_ps(x.pairs));
     const __m512 pair = _mm512_mul_ps(pairs, by);
     Sums sum = *sums;
@@ -39,6 +39,36 @@ struct Ggml : Format {
       sum = _mm512_fmadd_ps(spread(pair, 8 * part + kHalves), _mm512_cvtepi32_ps(second), sum);
     }
     *sums = sum;
+  }
+};
+
+// A superblock is one vector, whose halves are the parts, and a mask gives its four times two groups.
+template <>
+struct Ggml<avx512::GgmlTQ2> : avx512::GgmlTQ2 {
+  using Sums = __m512;
+  struct Step {
+    __m512 d;
+    __m512i numbers;
+
+    explicit Step(const char* p) : d(pairs(p)), numbers(_mm512_loadu_si512(p)) {}
+  };
+
+  static Sums zero_sums() { return _mm512_setzero_ps(); }
+  static float total(Sums sums) { return _mm512_reduce_add_ps(sums); }
+
+  static void add_step(Sums* sums, const Step& step, const GgmlInput& x) {
+    const __m512 by = _mm512_loadu_ps(x.pairs);
+    __m512 sum = _mm512_maskz_mov_ps(0xaaaa, by);
+    const __m512i groups_0 = _mm512_set_epi32(8, 8, 8, 8, 8, 8, 8, 8, 0, 0, 0, 0, 0, 0, 0, 0);
+#pragma GCC unroll 4
+    for (int s = 0; s < 4; ++s) {
+      const __m512i bits = _mm512_and_si512(s < 3 ? step.numbers : _mm512_srli_epi16(step.numbers, 2),
+                                            _mm512_set1_epi8(static_cast<char>(3 * tq2_times(s))));
+      const __m512i products = _mm512_dpbusd_epi32(_mm512_setzero_si512(), bits, _mm512_loadu_si512(x.values + 64 * s));
+      const __m512 scale = _mm512_permutexvar_ps(_mm512_add_epi32(groups_0, _mm512_set1_epi32(2 * s)), by);
+      sum = _mm512_fmadd_ps(scale, _mm512_cvtepi32_ps(products), sum);
+    }
+    *sums = _mm512_fmadd_ps(step.d, sum, *sums);
   }
 };
 

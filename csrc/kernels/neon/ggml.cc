@@ -19,3 +19,5 @@ PI2_FORMAT(q4_k, GgmlK<DType::kQ4K>)
 PI2_FORMAT(q5_k, GgmlK<DType::kQ5K>)
 PI2_FORMAT(q6_k, GgmlQ6K)
 PI2_FORMAT(tq2_0, GgmlTQ2)
+
+void pi2::axpy_tq2_0__neon(PI2_AXPY_ARGS) { TernaryRows<neon::GgmlTQ2>::axpy(y, rows, h, count, n, next); }

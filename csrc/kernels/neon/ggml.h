@@ -165,14 +165,25 @@ struct GgmlTQ2 : GgmlSimd<2> {
     }
     return out;
   }
+
+  using Fields = uint32x4_t;
+  static Fields fields(const char* p) {
+    std::uint32_t four;
+    std::memcpy(&four, p, sizeof(four));
+    return vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(four)))));
+  }
+  template <int kS>
+  static Float ternary(Fields v) {
+    const uint32x4_t bits = vandq_u32(vshlq_u32(v, vdupq_n_s32(-2 * kS)), vdupq_n_u32(3));
+    return vcvtq_f32_s32(vsubq_s32(vreinterpretq_s32_u32(bits), vdupq_n_s32(1)));
+  }
 };
 
 // With int8 activations. `Products` is how bytes are multiplied: see a8.h.
 template <class Format, class Products>
 struct Ggml : Format {
   using Sums = float32x4_t;  // a lane for each group of a part
-  using typename Format::Numbers;
-  using typename Format::Pairs;
+  using Step = GgmlStep<Format>;
   static constexpr int kParts = GgmlRows<Format>::kParts;
   static constexpr bool kHalves = has_halves(Format::kDType);
 
@@ -182,7 +193,8 @@ struct Ggml : Format {
     return vcvtq_f32_s32(vpaddq_s32(vpaddq_s32(s[0], s[1]), vpaddq_s32(s[2], s[3])));
   }
 
-  static void add_step(Sums* sums, const Pairs& pairs, const Numbers (&numbers)[kParts], const GgmlInput& x) {
+  static void add_step(Sums* sums, const Step& step, const GgmlInput& x) {
+    const auto& [pairs, numbers] = step;
     for (int part = 0; part < kParts; ++part) {
       const float32x4_t a = vmulq_f32(pairs.of[2 * part], vld1q_f32(x.pairs + 8 * part));
       const float32x4_t b = vmulq_f32(pairs.of[2 * part + 1], vld1q_f32(x.pairs + 8 * part + 4));
@@ -207,6 +219,40 @@ struct Ggml : Format {
         *sums = vaddq_f32(sum, vuzp2q_f32(a, b));
       }
     }
+  }
+};
+
+template <class Products>
+struct Ggml<GgmlTQ2, Products> : GgmlTQ2 {
+  using Sums = float32x4_t;
+  struct Step {
+    float d;
+    uint8x16_t halves[4];
+
+    explicit Step(const char* p)
+        : d(half(p + 64)), halves{load_bytes(p), load_bytes(p + 16), load_bytes(p + 32), load_bytes(p + 48)} {}
+  };
+
+  static Sums zero_sums() { return vdupq_n_f32(0); }
+  static float total(Sums sums) { return vaddvq_f32(sums); }
+
+  static int8x16_t bits(uint8x16_t v, int s) {
+    return vreinterpretq_s8_u8(
+        vandq_u8(s < 3 ? v : vshrq_n_u8(v, 2), vdupq_n_u8(static_cast<std::uint8_t>(3 * tq2_times(s)))));
+  }
+
+  static void add_step(Sums* sums, const Step& step, const GgmlInput& x) {
+    const float32x4_t by[4] = {vld1q_f32(x.pairs), vld1q_f32(x.pairs + 4), vld1q_f32(x.pairs + 8),
+                               vld1q_f32(x.pairs + 12)};
+    float32x4_t sum = vaddq_f32(vuzp2q_f32(by[0], by[1]), vuzp2q_f32(by[2], by[3]));
+    for (int part = 0; part < 2; ++part)
+      for (int s = 0; s < 4; ++s) {
+        const std::int8_t* values = x.values + 64 * s + 32 * part;
+        const Group w{bits(step.halves[2 * part], s), bits(step.halves[2 * part + 1], s)};
+        const Group v{vld1q_s8(values), vld1q_s8(values + 16)};
+        sum = vfmaq_n_f32(sum, vcvtq_f32_s32(Products::sum(w, v)), x.pairs[8 * part + 2 * s]);
+      }
+    *sums = vfmaq_n_f32(*sums, sum, step.d);
   }
 };
 

@@ -17,3 +17,6 @@ PI2_FORMAT(q4_k, kQ4K)
 PI2_FORMAT(q5_k, kQ5K)
 PI2_FORMAT(q6_k, kQ6K)
 PI2_FORMAT(tq2_0, kTQ2)
+
+void pi2::axpy_tq2_0__scalar(PI2_AXPY_ARGS) { scalar::Ggml<DType::kTQ2>::axpy(y, rows, h, count, n, next); }
+void pi2::restore_tq2_0__scalar(PI2_RESTORE_ARGS) { scalar::restore(y, n, out); }

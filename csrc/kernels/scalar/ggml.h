@@ -111,18 +111,29 @@ struct Ggml {
         for (std::int64_t g = 0; g < groups(n); ++g) {
           const GgmlGroup group = ggml_group<kDType>(rows[r], g);
           for (std::int64_t h = 0; h < 2; ++h) {
-            const std::int8_t* values = x.values + g / 4 * kGgmlPart + h * (kGgmlPart / 2) + g % 4 * (kGroup / 2);
+            const std::int8_t* values = x.values + ggml_place(kDType, g) + h * ggml_second_half(kDType);
             int sum = 0, x_sum = 0;
             for (std::int64_t k = 0; k < kGroup / 2; ++k) {
               sum += group.q[h * (kGroup / 2) + k] * values[k];
               x_sum += values[k];
             }
-            const float scale = x.pairs[2 * g];
+            const float scale = x.pairs[2 * g] * (kDType == DType::kTQ2 ? static_cast<float>(tq2_times(g)) : 1.0f);
             total[g % 4] += group.scale[h] * scale * static_cast<float>(sum) +
                             group.offset[h] * (scale * static_cast<float>(x_sum));
           }
         }
         out_RT[r * tokens + t] = (total[0] + total[1]) + (total[2] + total[3]);
+      }
+    }
+  }
+
+  static void axpy(PI2_AXPY_ARGS) {
+    (void)next;
+    for (std::int64_t r = 0; r < count; ++r) {
+      for (std::int64_t g = 0; g < groups(n); ++g) {
+        const GgmlGroup group = ggml_group<kDType>(rows[r], g);
+        const float scale = h[r] * group.scale[0];
+        for (std::int64_t k = 0; k < kGroup; ++k) y[g * kGroup + k] += scale * static_cast<float>(group.q[k]);
       }
     }
   }
