@@ -10,6 +10,7 @@
 
 #include "base/convert.h"
 #include "pi2/experts.h"
+#include "pi2/linear.h"
 #include "pi2/offload.h"
 
 namespace pi2 {
@@ -54,12 +55,13 @@ class Guess {
 
   void add(std::int64_t expert, const std::vector<std::int64_t>& ids, const float* x_TH, const ParallelFor& parallel) {
     experts_.push_back({expert, static_cast<std::int64_t>(ids.size()), {}});
-    if (next_.stack.predictor.kind == Predictor::Kind::kNone) return;
+    const Predictor predictor = predictor_of(next_.stack, expert);
+    if (predictor.kind == Predictor::Kind::kNone) return;
     Expert& one = experts_.back();
     const ExpertWork work{expert, one.tokens, ids.data(), x_TH, nullptr, next_.router.hidden};
     const FfnArgs layer = of_expert(next_.stack.layer, work);
     one.mask.resize(static_cast<std::size_t>(one.tokens * layer.neurons));
-    predict(predictor_of(next_.stack, expert), layer, one.mask.data(), parallel);
+    predict(predictor, layer, one.mask.data(), parallel);
   }
 
   const NextExperts& next_;
@@ -82,11 +84,11 @@ class InStore : public ExpertLayers {
     for (std::int64_t i = 0; i < count; ++i) pairs += works[i].tokens;
     if (pairs > kMostAnnounced) return;
     const std::int64_t cold = stack_.layer.neurons - stack_.layer.n_hot;
-    const bool predicted = stack_.predictor.kind != Predictor::Kind::kNone;
-    if (predicted) masks_.resize(static_cast<std::size_t>(pairs * cold));
-    std::uint8_t* mask = predicted ? masks_.data() : nullptr;
+    if (stack_.predictor.kind != Predictor::Kind::kNone) masks_.resize(static_cast<std::size_t>(pairs * cold));
+    std::uint8_t* mask = masks_.data();
     for (std::int64_t i = 0; i < count; ++i) {
-      announced_.push_back({works[i], mask});
+      const bool predicted = is_predicted(works[i]);
+      announced_.push_back({works[i], predicted ? mask : nullptr});
       if (predicted) mask += works[i].tokens * cold;
     }
     // Before anything is read for this call, which might take the place of what these have there.
@@ -115,6 +117,7 @@ class InStore : public ExpertLayers {
     }
     FfnArgs layer = layer_of(stack_, work);
     layer.active = active;
+    layer.all_fire = active != nullptr && stack_.predictor.kind == Predictor::Kind::kGate;
     std::function<void()> then;
     // Own reads first: what the last expert wants has been asked for then.
     if (--left_ == 0 && guess_ != nullptr) then = [this] { guess_->read(stats_); };
@@ -130,6 +133,12 @@ class InStore : public ExpertLayers {
     std::uint8_t* mask = nullptr;  // [tokens, cold neurons] that are wanted; null: all of them
     bool predicted = false, left_out = false;
   };
+
+  // A prompt computes every gate with the layer; see predicted_ffn.
+  bool is_predicted(const ExpertWork& work) const {
+    const Predictor::Kind kind = predictor_of(stack_, work.expert).kind;
+    return kind != Predictor::Kind::kNone && (kind != Predictor::Kind::kGate || work.tokens < kGemmTokens);
+  }
 
   void predict_once(Announced* one, const ParallelFor& parallel) const {
     if (one->mask == nullptr || one->predicted) return;

@@ -202,6 +202,10 @@ Predictor predictor_of(const ExpertStack& stack, std::int64_t expert) {
     SignbitArgs& s = p.signbit;
     s.signs = static_cast<const char*>(s.signs) + (expert * s.cold + hot) * sign_bytes(s.columns);
     s.margin = stack.cuts[expert];
+  } else if (p.kind == Predictor::Kind::kGate) {
+    const std::int64_t at = stack.gates[expert];
+    if (at < 0) return Predictor();
+    p.gate_rows = static_cast<const char*>(p.gate_rows) + at * stack.layer.neurons * stack.layer.row_bytes();
   }
   return p;
 }

@@ -926,10 +926,9 @@ void predict_gate(const FfnArgs& layer, const void* rows, std::uint8_t* active, 
   args.neuron_rows = rows;
   const bool blocks_of_ups = takes_up_blocks(layer);
   args.rows = blocks_of_ups ? 2 : 1;
-  args.apart = blocks_of_ups ? args.row_bytes() : 0;  // only the first rows are used
-  args.other_down = false;
+  args.apart = args.row_bytes();  // only the first rows are used
   args.bias_up = layer.rows == 3 ? layer.bias_gate : layer.bias_up;
-  const std::int64_t width = is_quantized(args.w_dtype) ? padded(args.hidden) : args.hidden;
+  const std::int64_t width = Tokenwise::ffn_width(args);
   float* x_TW = scratch(Scratch::kInput, args.tokens * width + args.hidden);
   const Tokenwise tokenwise(args, kernels(), x_TW + args.tokens * width);
   for (std::int64_t t = 0; t < args.tokens; ++t) tokenwise.in(t, x_TW + t * width);

@@ -29,7 +29,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, Path]:
         base = tmp_path_factory.mktemp(str(kind))
         torch_pi2.synthetic(base / "plain", shape | {"num_hidden_layers": 3}, active=0.25, rank=16, predictor=kind)
         made[kind] = base / "store"
-        torch_pi2.pack(base / "plain", made[kind])
+        torch_pi2.pack(base / "plain", made[kind], cluster=1 if kind else 64)
     return made
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from operators import opcheck
 from tiny_models import tiny
 
 import torch_pi2
+from torch_pi2.layers.experts import OffloadedExperts
 from torch_pi2.layers.of_model import sparse_layers
-from torch_pi2.layers.offloaded import OffloadedFFN
+from torch_pi2.layers.offloaded import InStore, OffloadedFFN
 from torch_pi2.ops import ffn as reference
 from torch_pi2.ops.constants import constants
 from torch_pi2.store.storefile import StoreReader
@@ -41,11 +43,11 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return made / "store"
 
 
-def within(folder: Path, share: float) -> Any:
+def within(folder: Path, share: float, **more: Any) -> Any:
     """A model that has room for ``share`` of its neurons."""
-    whole = torch_pi2.stats(torch_pi2.load(folder, budget="1GiB"))["budget"]
+    whole = torch_pi2.stats(torch_pi2.load(folder, budget="1GiB", **more))["budget"]
     assert whole.gates == 0  # all neurons are in memory
-    return torch_pi2.load(folder, budget=whole.smallest + whole.in_slots(int(whole.neurons * share)))
+    return torch_pi2.load(folder, budget=whole.smallest + whole.in_slots(int(whole.neurons * share)), **more)
 
 
 def layers(model: Any) -> list[Any]:
@@ -66,10 +68,10 @@ def test_the_bits_are_those_in_memory_and_only_what_fires_is_wanted(folder: Path
             assert torch.equal(mine(x_TH), theirs(x_TH))
             wanted, every = torch_pi2.stats(model)["wanted"], mine.site.intermediate
             assert (wanted == every) if tokens == constants().gemm_tokens else (wanted < every or tokens > 1)
-            mine.gate_rows, kept = None, mine.gate_rows
+            mine._gates.tensors, kept = (), mine._gates.tensors
             torch_pi2.stats(model, reset=True)
             mine(x_TH)
-            mine.gate_rows = kept
+            mine._gates.tensors = kept
             assert torch_pi2.stats(model)["wanted"] == every
     texts = [torch_pi2.generate(m, IDS[:1], max_new_tokens=12, eos_token_id=[]).sequences for m in (memory, model)]
     assert texts[0] == texts[1]
@@ -139,3 +141,106 @@ def test_neurons_lie_apart_where_a_gate_decides(how: dict[str, Any], cluster: in
     torch_pi2.pack(tmp_path / "saved", tmp_path / "store")
     with StoreReader(tmp_path / "store" / "pi2" / "model.pi2") as reader:
         assert (reader.entries[0].cluster == 1) == (cluster == 1)
+
+
+#: Experts without gates beside a shared one in blocks ``MEM*E``, and ReGLU experts.
+SIZES = {"hidden_size": 64, "vocab_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "linear_attention", "full_attention", "moe"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 32,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 112,
+        "moe_shared_expert_intermediate_size": 200,
+    },
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 150, "num_hidden_layers": 2},
+}
+
+
+@pytest.fixture(
+    scope="module", params=[(m, form) for m in MIXTURES for form in ("bfloat16", "int4", "int8")], ids="-".join
+)
+def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The store of a mixture of experts, and how it is loaded: int8 with int8 activations."""
+    kind, form = request.param
+    made = tmp_path_factory.mktemp("experts")
+    shape = SIZES | MIXTURES[kind] | {"model_type": kind}
+    torch_pi2.synthetic(made / "plain", shape, active=0.2, weights=form, predictor=None)
+    torch_pi2.pack(made / "plain", made / "store")
+    with StoreReader(made / "store" / "pi2" / "model.pi2") as reader:
+        assert {entry.cluster for entry in reader.entries} == {1}
+    return made / "store", {"activations": "int8"} if form == "int8" else {}
+
+
+def experts_of(model: Any) -> Iterator[OffloadedExperts]:
+    return (module for module in model.modules() if isinstance(module, OffloadedExperts))
+
+
+def kept(model: Any) -> list[int]:
+    """Number of matrices of gates in memory, by module."""
+    found = [module for module in model.modules() if isinstance(module, InStore)]
+    return [0 if m.gate_rows is None else len(m.gate_rows) if isinstance(m, OffloadedExperts) else 1 for m in found]
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_experts_read_what_fires_where_their_gates_are_in_memory(
+    mixture: tuple[Path, dict[str, Any]], lookahead: bool
+) -> None:
+    folder, how = mixture
+    memory = torch_pi2.load(folder, **how)
+    more = how | {"offload": torch_pi2.OffloadConfig(lookahead=lookahead)}
+    few, seen = constants().gemm_tokens - 1, set()
+    for share in (0.02, 0.2, 0.4, 0.7):
+        model = within(folder, share, **more)
+        seen.add(sum(kept(model)))
+        rows = [m.gate_rows.nbytes for m in model.modules() if isinstance(m, InStore) and m.gate_rows is not None]
+        assert torch_pi2.stats(model)["budget"].gates == sum(rows)
+        # in memory float activations leave long prompts to PyTorch
+        prompt = (2, 40) if how else (2, 7)
+        for batch, tokens in ((1, 1), (3, 1), (1, few), (3, 5), prompt):
+            ids = torch.randint(3, 96, (batch, tokens))
+            with torch.no_grad():
+                assert torch.equal(model(ids).logits, memory(ids).logits)
+        texts = [torch_pi2.generate(m, IDS[:1, :12], max_new_tokens=6).sequences for m in (memory, model)]
+        assert texts[0] == texts[1]
+    assert min(seen) < max(seen) == len(sparse_layers(model))
+
+
+def test_of_experts_in_memory_only_what_fires_is_wanted(mixture: tuple[Path, dict[str, Any]]) -> None:
+    folder, how = mixture
+    model = within(folder, 0.7, **how)
+    experts = next(experts_of(model))
+    x_TH, index = torch.randn(1, 64).bfloat16(), torch.tensor([[0, 3]])
+    every = 2 * experts.site.intermediate
+    wanted, of_E = [], torch.arange(len(experts.sites))
+    of_E[:3] = -1
+    for gates in (experts._gates.tensors, (experts.gate_rows, of_E), ()):
+        experts._gates.tensors = gates
+        torch_pi2.stats(model, reset=True)
+        y_TH = experts.compute(x_TH, index, torch.ones(1, 2))
+        wanted.append((torch_pi2.stats(model)["wanted"], y_TH))
+    assert 0 < wanted[0][0] < wanted[1][0] < wanted[2][0] == every
+    assert wanted[1][0] > every // 2
+    assert all(torch.equal(y, wanted[0][1]) for _, y in wanted)
+
+
+def test_experts_follow_the_budget(mixture: tuple[Path, dict[str, Any]]) -> None:
+    folder, how = mixture
+    model = within(folder, 0.7, **how)
+    before, all_kept = torch_pi2.stats(model)["budget"], kept(model)
+    copied, text = copy.deepcopy(model), torch_pi2.generate(model, IDS[:1], max_new_tokens=4).sequences
+    least = before.smallest - before.gates
+    rows = [weakref.ref(m.gate_rows) for m in model.modules() if isinstance(m, InStore) and m.gate_rows is not None]
+    for gates in (before.gates // 2, 0, before.gates // 3):
+        assert torch_pi2.set_budget(model, least + gates).gates <= gates
+        assert kept(copied) == kept(model) < all_kept
+        for one in (model, copied):
+            assert torch_pi2.generate(one, IDS[:1], max_new_tokens=4).sequences == text
+    assert all(row() is None for row in rows)
+    assert torch_pi2.set_budget(copied, before.total) == before
+    assert kept(model) == all_kept
+    assert torch_pi2.generate(model, IDS[:1], max_new_tokens=4).sequences == text

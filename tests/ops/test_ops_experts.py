@@ -255,6 +255,34 @@ def test_first_neurons_of_each_expert_are_somebody_elses(path: Path, kind: str) 
             assert torch.equal(found, run(memory | {"first": 128}))
 
 
+def with_gates(neuron_rows: torch.Tensor) -> dict[str, object]:
+    """Arguments with the gates of two experts, in another order."""
+    of_E = torch.tensor([1, -1, 0, -1])
+    return {"predictor": [neuron_rows[[2, 0], :, 0].contiguous(), of_E], "kind": "gate"}
+
+
+@pytest.mark.parametrize("int8_activations", [False, True])
+@pytest.mark.parametrize("tokens", [1, 9, 40])
+def test_gates_of_some_experts_change_no_bit(path: Path, int8_activations: bool, tokens: int) -> None:
+    over, memory, _ = stored(path, "none", int8_activations=int8_activations, tokens=tokens)
+    gates, store = with_gates(memory["neuron_rows"]), Store(path, 100_000)
+    wanted = run(memory)
+    assert torch.equal(run(memory | gates), wanted)
+    for first in (0, 128):
+        found = torch.ops.pi2.stored_experts(**over | gates, store=store.number, first=first)
+        assert torch.equal(found, run(memory | {"first": first}))
+    opcheck(torch.ops.pi2.stored_experts.default, (), over | gates | {"store": store.number})
+    rows, of_E = gates["predictor"]
+    for bad, message in (
+        ([rows], "expected the gate rows alone and their numbers for kind gate, found 1 tensors"),
+        ([rows[:, 1:], of_E], r"gate rows: expected contiguous \[experts, 320, "),
+        ([rows, of_E[1:]], r"numbers of gate rows as contiguous int64 \[4\] for kind gate, found 0 and \[3\]"),
+        ([rows, of_E + 1], "numbers of gate rows: expected less than 2, found 2 for expert 0"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            torch.ops.pi2.stored_experts(**over | gates | {"predictor": bad}, store=store.number)
+
+
 def test_opcheck(path: Path) -> None:
     for kind in KINDS:
         opcheck(torch.ops.pi2.experts_ffn.default, (), mixture(kind))

@@ -22,7 +22,7 @@ from torch_pi2.base.progress import log
 from torch_pi2.base.units import mebibytes, parse_bytes
 from torch_pi2.errors import ConfigError
 from torch_pi2.graph.routed import chosen_shares
-from torch_pi2.layers.offloaded import OffloadedFFN
+from torch_pi2.layers.offloaded import InStore
 from torch_pi2.ops.constants import chunk_neurons, constants, lists
 from torch_pi2.rewrite.state import ModelState, get_state, store_and_budget, store_of
 from torch_pi2.store.storefile import StoreReader
@@ -201,38 +201,46 @@ def divide_budget(
 def with_gates(budget: Budget, store: StoreReader, plan: Plan, model_config: Any, config: OffloadConfig) -> Budget:
     """``budget`` with the gates that pay, the cache that they leave, and what a token then wants of it."""
     left, whole = budget.total - budget.smallest + budget.gates, budget.in_slots(budget.neurons)
-    gates: dict[str, int] = {}
-    if store.shard is None and left < whole and config.engine != "mmap":
-        for entry, layer in zip(store.entries, plan.layers):
-            if 0 < (size := gate_bytes(entry, layer)) <= left - sum(gates.values()):
-                gates[layer.site.key] = size
-        # with gates fewer neurons are wanted, but fewer are in memory
-        every = sum(layer.site.intermediate for layer in plan.layers)
-        some = sum(wanted_neurons(layer, layer.site.key in gates) for layer in plan.layers)
-        if some * (whole - left + sum(gates.values())) >= every * (whole - left):
-            gates = {}
     chosen = chosen_shares(model_config, [layer.site for layer in plan.layers])
-    slots_wanted = sum(
-        chosen.get(layer.site.experts, 1.0) * -(-wanted_neurons(layer, layer.site.key in gates) // entry.cluster)
-        for layer, entry in zip(plan.layers, store.entries)
-    )
-    made = replace(budget, gates=sum(gates.values()), token=budget.slot * math.ceil(slots_wanted))
+
+    def wanted(gates: Mapping[int, int]) -> float:
+        return sum(
+            chosen.get(layer.site.experts, 1.0) * -(-wanted_neurons(layer, index in gates) // entry.cluster)
+            for index, (layer, entry) in enumerate(zip(plan.layers, store.entries))
+        )
+
+    gates: dict[int, int] = {}
+    if store.shard is None and left < whole and config.engine != "mmap":
+        gates = kept_gates(store.entries, plan, left)
+        # with gates fewer neurons are wanted, but fewer are in memory
+        if wanted(gates) * (whole - left + sum(gates.values())) >= wanted({}) * (whole - left):
+            gates = {}
+    made = replace(budget, gates=sum(gates.values()), token=budget.slot * math.ceil(wanted(gates)))
     return made.with_total(budget.total, Path(store.path).parent.parent)
+
+
+def kept_gates(entries: Sequence[LayerEntry], plan: Plan, room: int) -> dict[int, int]:
+    """Number -> bytes of the layers whose gates are kept in ``room`` bytes: those that every token needs come first,
+    then as many experts as possible.
+    """
+    gates: dict[int, int] = {}
+    for index in sorted(range(len(entries)), key=lambda i: plan.layers[i].site.experts is not None):
+        if 0 < (size := gate_bytes(entries[index], plan.layers[index])) <= room:
+            gates[index] = size
+            room -= size
+    return gates
 
 
 def place_gates(model: nn.Module, path: Path, plan: Plan, gates: int) -> None:
     """Let the layers of ``model`` over the store at ``path`` keep ``gates`` bytes of gate rows, as :func:`with_gates`
     has divided them, and no others.
     """
-    layers = {layer.site.key: layer for layer in model.modules() if isinstance(layer, OffloadedFFN)}
+    homes = {module.site.key: module for module in model.modules() if isinstance(module, InStore)}
     with StoreReader(path) as store:
-        for index, (entry, layer) in enumerate(zip(store.entries, plan.layers)):
-            if not (size := gate_bytes(entry, layer)):
-                continue
-            module, stays = layers[layer.site.key], size <= gates
-            gates -= size * stays
-            if stays != (module.gate_rows is not None):
-                module.gate_rows = store.first_rows(index) if stays else None
+        kept = kept_gates(store.entries, plan, gates)
+        places = [layer.site.experts or layer.site.key for layer in plan.layers]
+        for key, module in homes.items():
+            module.keep_gates([index for index in kept if places[index] == key], store)
 
 
 def gate_bytes(entry: LayerEntry, layer: LayerPlan) -> int:

@@ -27,11 +27,12 @@ from torch_pi2.layers.gpu import (
     stays,
     stays_as_it_is,
 )
-from torch_pi2.layers.offloaded import InStore, OffloadedFFN, Store, check_store_layer
+from torch_pi2.layers.offloaded import Gates, InStore, OffloadedFFN, Store, check_store_layer
 from torch_pi2.layers.rows import convert
 from torch_pi2.ops import load
 from torch_pi2.ops.linear import IN_BLOCKS
 from torch_pi2.predict import LAYER_TENSORS, tensors_among
+from torch_pi2.store.storefile import StoreReader
 from torch_pi2.types.site import FFNSite
 
 #: Buffers whose dtype does not follow the model's, and buffers of an expert's layer that are stacked.
@@ -317,10 +318,12 @@ class OffloadedExperts(InStore, SparseExperts):
     """
 
     in_memory = False
+    #: Arguments of :meth:`announce`, if it has been called.
+    _announced: tuple[Any, ...] = ()
 
     def __init__(self, parts: Iterable[SparseFFN], experts: int, store: Store, first_layer: int) -> None:
         super().__init__(parts, experts)
-        self._store, self.first_layer = (store,), first_layer
+        self._store, self.first_layer, self._gates = (store,), first_layer, Gates()
         for expert, site in enumerate(self.sites):
             check_store_layer(store, first_layer + expert, site)
 
@@ -328,7 +331,7 @@ class OffloadedExperts(InStore, SparseExperts):
         part = super().expert(expert)
         part.__class__ = OffloadedFFN
         assert isinstance(part, OffloadedFFN)
-        part._store, part.store_layer = self._store, self.first_layer + expert
+        part._store, part.store_layer, part._gates = self._store, self.first_layer + expert, Gates()
         return part
 
     def split_off(self, there: Sequence[int], link: TransferBuffer, neuron_rows: torch.Tensor | None = None) -> None:
@@ -348,9 +351,32 @@ class OffloadedExperts(InStore, SparseExperts):
         def floats(vector: torch.Tensor | None) -> torch.Tensor | None:
             return None if vector is None else vector.float().contiguous()
 
+        self._announced = router, before
         stored = self.store.number, before.first_layer, self.first_layer, len(self.sites)
         routed = router.weight.contiguous(), floats(router.bias), floats(router.correction), router.chosen
         torch.ops.pi2.store_early_routing(*stored, *routed, *self._predicted(self.cuts))
+
+    def keep_gates(self, layers: Sequence[int], store: StoreReader) -> None:
+        of_E = torch.full((len(self.sites),), -1)
+        of_E[[layer - self.first_layer for layer in layers]] = torch.arange(len(layers))
+        if self._gates.tensors and torch.equal(self._gates.tensors[1], of_E):
+            return
+        self._set_gates()  # before others take their memory
+        if layers:
+            first = store.first_rows(layers[0])
+            rows = new_tensor((len(layers), *first.shape), first.dtype)
+            for place, layer in enumerate(layers):
+                rows[place] = store.first_rows(layer)
+            self._set_gates(rows, of_E)
+
+    def _set_gates(self, *tensors: torch.Tensor) -> None:
+        self._gates.tensors = tensors
+        if self._announced:
+            self.announce(*self._announced)
+
+    def _predicted(self, cuts: Any) -> tuple[Any, ...]:
+        gates = self._gates.tensors
+        return ([*gates], "gate", [], "", False) if gates else super()._predicted(cuts)
 
     def compute(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
         routed, stored = (x, index, routing), (self.store.number, self.first_layer, len(self.sites))

@@ -23,6 +23,7 @@ from torch_pi2.ops import load
 from torch_pi2.ops.constants import lists
 from torch_pi2.ops.library import unseen_by_modes
 from torch_pi2.ops.predictors import NO_PREDICTOR
+from torch_pi2.store.storefile import StoreReader
 from torch_pi2.types.offload import Budget, OffloadConfig
 from torch_pi2.types.plan import LayerPlan
 from torch_pi2.types.site import FFNSite
@@ -313,16 +314,37 @@ def explained(where: str) -> Iterator[None]:
         raise found from error
 
 
+class Gates:
+    """Gate rows of a layer, which copies of its model share, as they share store and budget: the operators' tensors for
+    kind ``gate``, or none.
+    """
+
+    tensors: tuple[torch.Tensor, ...] = ()
+
+    def __deepcopy__(self, _memo: Any) -> Gates:
+        return self
+
+
 class InStore:
     """Mixin of modules over a :class:`Store`; it comes before the module's own class among the bases."""
 
     site: FFNSite
     _store: tuple[Store, ...]  # a tuple: not a module
+    _gates: Gates
     _buffers: dict[str, torch.Tensor | None]
 
     @property
     def store(self) -> Store:
         return self._store[0]
+
+    @property
+    def gate_rows(self) -> torch.Tensor | None:
+        """Gate rows (up rows where there are no gates), if they stay in memory: few tokens read only what fires."""
+        return self._gates.tensors[0] if self._gates.tensors else None
+
+    def keep_gates(self, layers: Sequence[int], store: StoreReader) -> None:
+        """Keep the gate rows of these layers of ``store``, which are this module's, in memory, and no others."""
+        raise NotImplementedError
 
     def read(self, operator: Any, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
         """``operator(x, *arguments)``, which reads the store. Raises ArtifactError or OutOfMemoryError if it cannot."""
@@ -346,15 +368,6 @@ class InStore:
         return f"{super().extra_repr()}, in {self.store.path.name}"  # type: ignore[misc]
 
 
-class _Gates:
-    """Gate rows of a layer, which copies of its model share, as they share store and budget."""
-
-    rows: torch.Tensor | None = None
-
-    def __deepcopy__(self, _memo: Any) -> _Gates:
-        return self
-
-
 class OffloadedFFN(InStore, SparseFFN):
     """A ``SparseFFN`` whose neurons are in a :class:`Store`, with the same results bit for bit.
 
@@ -369,7 +382,6 @@ class OffloadedFFN(InStore, SparseFFN):
     announced = False
     #: Number of first neurons in plan order that are computed elsewhere.
     first = 0
-    _gates: _Gates
 
     @classmethod
     def over(
@@ -379,18 +391,13 @@ class OffloadedFFN(InStore, SparseFFN):
         layer = cls.empty(site, layer_plan, kind, **settings)
         assert isinstance(layer, OffloadedFFN)
         layer._store, layer.store_layer = (store,), store_layer  # a tuple: not a module
-        layer._gates = _Gates()
+        layer._gates = Gates()
         check_store_layer(store, store_layer, site)
         return layer
 
-    @property
-    def gate_rows(self) -> torch.Tensor | None:
-        """Gate rows (up rows of a layer without gates), if they stay in memory: few tokens read only what fires."""
-        return self._gates.rows
-
-    @gate_rows.setter
-    def gate_rows(self, rows: torch.Tensor | None) -> None:
-        self._gates.rows = rows
+    def keep_gates(self, layers: Sequence[int], store: StoreReader) -> None:
+        if bool(layers) != bool(self._gates.tensors):
+            self._gates.tensors = tuple(store.first_rows(layer) for layer in layers)
 
     def split_off(self, n_gpu: int, link: TransferBuffer, neuron_rows: torch.Tensor | None = None) -> None:
         """See the base class. The cache then serves the other neurons; :meth:`Store.preload` fills it."""
@@ -427,10 +434,10 @@ class OffloadedFFN(InStore, SparseFFN):
         return self._stored(x, self.asked(), n_hot, self.threshold)
 
     def _compute(self, x: torch.Tensor, n_hot: int, threshold: float) -> torch.Tensor:
-        rows = self._gates.rows  # another thread may take them away
-        if rows is None or n_hot == self.site.intermediate:
+        rows = self._gates.tensors  # another thread may take them away
+        if not rows or n_hot == self.site.intermediate:
             return self._stored(x, ([], NO_PREDICTOR, 0.0, "", False), n_hot, threshold)
-        return self._stored(x, ([rows], "gate", 0.0, "", False), n_hot, threshold)
+        return self._stored(x, ([*rows], "gate", 0.0, "", False), n_hot, threshold)
 
     def _stored(self, x: torch.Tensor, asked: tuple[Any, ...], n_hot: int, threshold: float) -> torch.Tensor:
         return self._call(x, asked, n_hot, threshold, self.bias_down, 0)

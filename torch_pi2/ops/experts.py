@@ -42,8 +42,10 @@ def experts_ffn(
         routing: ``[T, k]``, their weights, in any of these dtypes.
         neuron_rows: ``[E, I, ...]``, as in :func:`torch_pi2.ops.ffn.sparse_ffn` per expert; no neuron is hot.
         predictor: tensors of :func:`torch_pi2.ops.ffn.predicted_ffn`, each ``[E, ...]``; empty for ``kind`` ``none``,
-            which computes every gate.
-        cuts: E thresholds or margins of the predictors; empty for ``none``.
+            which computes every gate. For ``gate``, with the bits of ``none``: ``[rows, of_E]``, the first rows of all
+            neurons of some experts, ``[n, I, ...]``, and which of them are each expert's, int64 ``[E]`` (negative:
+            none); of fewer than ``constants().gemm_tokens`` tokens ``stored_experts`` reads only what fires there.
+        cuts: E thresholds or margins of the predictors; empty for ``none`` and ``gate``.
         thresholds: E cuts on ``|act(gate)|``; empty: 0 for all.
         bias_gate, bias_up: ``[E, I]`` or None; bias_down: ``[E, H]`` or None.
         first: number of first neurons of each expert that are computed elsewhere, a multiple of 64: the result has the
@@ -56,7 +58,7 @@ def experts_ffn(
         layer: tuple[Any, ...] = (neuron_rows[e, first:], *biases, None if bias_down is None else bias_down[e])
         threshold = thresholds[e] if thresholds else 0.0
         settings: tuple[Any, ...] = (activation, activation_on_up, 0, threshold, weights, int8_activations)
-        if kind == "none":
+        if kind in ("none", "gate"):
             return sparse_ffn(x_H, *(*layer, None), *settings)
         tensors = [tensor[e] for tensor in predictor]
         how: tuple[Any, ...] = (tensors, kind, cuts[e], predictor_weights, predictor_int8_activations)

@@ -74,10 +74,10 @@ class LayerPlan:
     @property
     def gate_decides(self) -> bool:
         """Whether gates in memory save most reads from a store: cold neurons are known to fire less than half of the
-        time. Not of experts, whose routing decides, nor where a cut needs every neuron's gate anyway.
+        time. Not where a cut needs every neuron's gate anyway.
         """
         gated = self.method in (Method.EXACT, Method.THRESHOLD) and not cuts(self.site.activation)
-        return gated and self.site.experts is None and self.expected_active < 0.5
+        return gated and self.expected_active < 0.5
 
 
 @dataclass

@@ -81,6 +81,21 @@ ExpertStack stack_of(const Tensor& x, const FfnArgs& layer, int64_t experts, con
                     cuts.size(), ". See torch_pi2.ops.experts.");
     return stack;
   }
+  if (kind == "gate") {
+    stack.predictor = gate_in_memory(stack.layer, tensors, true);
+    check_plain(tensors[1], "numbers of gate rows");
+    STD_TORCH_CHECK(cuts.empty() && tensors[1].scalar_type() == ScalarType::Long && tensors[1].dim() == 1 &&
+                        tensors[1].size(0) == experts && tensors[1].is_contiguous(),
+                    "pi2: predictor: expected no cuts, and numbers of gate rows as contiguous int64 [", experts,
+                    "] for kind gate, found ", cuts.size(), " and ", shape_of(tensors[1]),
+                    ". See torch_pi2.ops.experts.");
+    stack.gates = static_cast<const int64_t*>(tensors[1].const_data_ptr());
+    for (int64_t e = 0; e < experts; ++e)
+      STD_TORCH_CHECK(stack.gates[e] < tensors[0].size(0), "pi2: numbers of gate rows: expected less than ",
+                      tensors[0].size(0), ", found ", stack.gates[e], " for expert ", e,
+                      ". See torch_pi2.ops.experts.");
+    return stack;
+  }
   STD_TORCH_CHECK(static_cast<int64_t>(cuts.size()) == experts, "pi2: cuts: expected ", experts,
                   ", one for each expert, found ", cuts.size(), ". See torch_pi2.ops.experts.");
   std::vector<Tensor> first;

@@ -63,6 +63,27 @@ void route_early(int64_t number, int64_t layer, std::shared_ptr<EarlyRouting> ne
   open_store(number).early_routing[layer] = std::move(next);
 }
 
+Predictor gate_in_memory(const FfnArgs& args, const std::vector<Tensor>& tensors, bool experts) {
+  const size_t count = experts ? 2 : 1;
+  STD_TORCH_CHECK(tensors.size() == count, "pi2: predictor: expected the gate rows alone",
+                  experts ? " and their numbers" : "", " for kind gate, found ", tensors.size(),
+                  " tensors. See torch_pi2.ops.ffn.stored_ffn.");
+  const Tensor& rows = tensors[0];
+  check_plain(rows, "gate rows");
+  const bool quantised = is_quantized(args.w_dtype) || is_ggml(args.w_dtype);
+  const int64_t width = quantised ? row_bytes(args.w_dtype, args.hidden) : args.hidden, dim = experts ? 3 : 2;
+  const bool same = quantised ? rows.scalar_type() == ScalarType::Byte : float_dtype(rows, "gate rows") == args.w_dtype;
+  STD_TORCH_CHECK(same && rows.dim() == dim && rows.size(dim - 2) == args.neurons && rows.size(dim - 1) == width &&
+                      rows.is_contiguous(),
+                  "pi2: gate rows: expected contiguous [", experts ? "experts, " : "", args.neurons, ", ", width,
+                  "] in the format of the store's neurons, found ", shape_of(rows), same ? "" : " of another",
+                  ". They are the first rows of the layer's neurons, in plan order.");
+  Predictor made;
+  made.kind = Predictor::Kind::kGate;
+  made.gate_rows = rows.const_data_ptr();
+  return made;
+}
+
 namespace {
 
 int64_t store_open(const Text& path, int64_t cache_bytes, const Text& engine, const Text& policy, int64_t io_threads,
@@ -191,26 +212,6 @@ std::function<void()> look_ahead(Offload& offload, const Lookahead* next, int64_
   };
 }
 
-// The gate rows of a layer, which say exactly which of its neurons have to be read.
-Predictor gate_in_memory(const FfnArgs& args, const std::vector<Tensor>& tensors) {
-  STD_TORCH_CHECK(tensors.size() == 1, "pi2: predictor: expected the gate rows alone for kind gate, found ",
-                  tensors.size(), " tensors. See torch_pi2.ops.ffn.stored_ffn.");
-  const Tensor& rows = tensors[0];
-  check_plain(rows, "gate rows");
-  const bool quantised = is_quantized(args.w_dtype);
-  const int64_t width = quantised ? row_bytes(args.w_dtype, args.hidden) : args.hidden;
-  const bool same = quantised ? rows.scalar_type() == ScalarType::Byte : float_dtype(rows, "gate rows") == args.w_dtype;
-  STD_TORCH_CHECK(
-      same && rows.dim() == 2 && rows.size(0) == args.neurons && rows.size(1) == width && rows.is_contiguous(),
-      "pi2: gate rows: expected contiguous [", args.neurons, ", ", width,
-      "] in the format of the store's neurons, found ", shape_of(rows), same ? "" : " of another",
-      ". They are the first rows of the layer's neurons, in plan order.");
-  Predictor made;
-  made.kind = Predictor::Kind::kGate;
-  made.gate_rows = rows.const_data_ptr();
-  return made;
-}
-
 // With `parts`, the number of chunks, the result is float32 [parts, tokens, hidden]; see FfnArgs.
 Tensor stored_ffn(const Tensor& x, int64_t store, int64_t layer, const MaybeTensor& bias_gate,
                   const MaybeTensor& bias_up, const MaybeTensor& bias_down, std::vector<Tensor> predictor,
@@ -265,7 +266,7 @@ Tensor stored_ffn(const Tensor& x, int64_t store, int64_t layer, const MaybeTens
     args.parts = static_cast<float*>(out.mutable_data_ptr());
   Predictor any;
   if (kind == "gate") {
-    any = gate_in_memory(args, predictor);
+    any = gate_in_memory(args, predictor, false);
   } else if (kind != "none") {
     any = any_predictor(x, args, predictor, kind, cut, predictor_weights, predictor_int8_activations);
     any.lowrank.doubt = static_cast<float>(offload->miss_margin());

@@ -18,6 +18,10 @@ inline ScalarType bias_type(DType w_dtype) {
 // The store with this number from store_open; refuses numbers of closed stores.
 std::shared_ptr<Offload> store_of(int64_t number);
 
+// The gate rows of a layer, which say exactly which of its neurons have to be read: [neurons, ...]. `experts`: those of
+// some experts together, and (not checked here) which of these each expert's are.
+Predictor gate_in_memory(const FfnArgs& args, const std::vector<Tensor>& tensors, bool experts);
+
 // A mixture whose experts are predicted while the one before it is computed.
 struct EarlyRouting {
   std::vector<Tensor> tensors;  // `next` points into these and the numbers below

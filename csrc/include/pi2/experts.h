@@ -71,8 +71,11 @@ struct ExpertStack {
   // Without x, y and tokens; over a store without neuron_rows. n_hot equals `first`: neurons computed elsewhere.
   FfnArgs layer;
   Predictor predictor;                 // without its cut; has rows for all neurons
-  const double* cuts = nullptr;        // [experts]: the predictors' thresholds, or margins; not for kind kNone
+  const double* cuts = nullptr;        // [experts]: thresholds, or margins, of kinds kLowrank and kSignbit
   const double* thresholds = nullptr;  // [experts], of the layers; null: `layer` has one for all
+  // Kind kGate: [experts], which of the matrices at predictor.gate_rows is the expert's; negative: none, and nothing
+  // predicts what it wants.
+  const std::int64_t* gates = nullptr;
 };
 
 // The layer and the predictor of expert `work.expert`; see of_expert.
