@@ -23,7 +23,7 @@ from torch_pi2.errors import ArtifactError, ConfigError, UnsupportedModelError
 
 #: Hugging Face model types and llama.cpp's name for the same computation.
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3_moe": "qwen3moe"}
-_ARCHITECTURES |= {"arcee": "arcee", "jais2": "jais2", "nemotron_h": "nemotron_h", "bitnet": "bitnet"}
+_ARCHITECTURES |= {"arcee": "arcee", "jais2": "jais2", "nemotron_h": "nemotron_h", "bitnet": "bitnet", "rwkv7": "rwkv7"}
 _BLOCK, _BLOCK_BYTES = 32, 18
 #: ``general.name`` of the files written here.
 _NAME = "synthetic"
@@ -47,6 +47,10 @@ def _of_class(config: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
     with torch.device("meta"):
         tensors = AutoModelForCausalLM.from_config(config).state_dict()
     for name, tensor in tensors.items():
+        if mix := re.fullmatch(r"model\.layers\.(\d+)\.attn\.x_(\w)", name):
+            if mix[2] == "r":  # of RWKV-7, in one with the five others
+                yield f"blk.{mix[1]}.time_mix_lerp_fused.weight", (6, 1, 1, config.hidden_size)
+            continue
         shape, stack = tuple(tensor.shape), re.fullmatch(r".*\.(\d+)\..*\.experts\.(up|down)_proj", name)
         found = stack_name(int(stack[1]), stack[2]) if stack else gguf_name(known, family, name)
         if name == "lm_head.weight" and (config.tie_word_embeddings or found is None):
@@ -56,12 +60,16 @@ def _of_class(config: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
             shape = (*shape, 1)
         elif "ssm_norm" in found:
             shape = (config.n_groups, shape[0] // config.n_groups)
+        elif found.endswith("time_mix_r_k.weight"):
+            shape = (config.hidden_size,)
+        elif found.startswith("blk.0.time_mix_a"):  # llama.cpp wants these in their place
+            yield found.replace("mix_a", "mix_v"), shape
         yield found, (shape[0], shape[2]) if "ssm_conv1d.weight" in found else shape
 
 
 def _tensors(config: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and shapes (rows first) in file order. One-dimensional ones and routers are float32, the rest Q4_0."""
-    if config.model_type in ("arcee", "jais2", "nemotron_h", "bitnet"):
+    if config.model_type in ("arcee", "jais2", "nemotron_h", "bitnet", "rwkv7"):
         yield from _of_class(config)
         return
     hidden, inner, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
@@ -105,6 +113,7 @@ def _is_quantised(name: str, shape: tuple[int, ...]) -> bool:
         len(shape) > 1
         and "ffn_gate_inp" not in name
         and ("ssm_" not in name or name.endswith(("in.weight", "out.weight")))
+        and not re.search(r"time_mix_(lerp|[wavg]\d)", name)  # as llama.cpp's own tool
     )
 
 
@@ -113,7 +122,7 @@ def write_gguf(path: str | Path, config: Any, *, seed: int = 0, tokens: Sequence
 
     Args:
         config: a Hugging Face configuration of type llama, mistral, mixtral, qwen2, qwen3_moe, arcee, jais2,
-            nemotron_h or bitnet.
+            nemotron_h, bitnet or rwkv7.
         tokens: of :func:`benchmarks.words.vocabulary`, for who reads and writes text: the end of a text, whose row in
             the head is zero, never is the likeliest. Empty: the file has no tokenizer.
 
@@ -183,14 +192,41 @@ def _write(
 def _write_header(
     gguf: Any, writer: Any, config: Any, tensors: list[tuple[str, tuple[int, ...]]], vocabulary: Sequence[str]
 ) -> None:
-    heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    rope = getattr(config, "rope_parameters", None) or {}
     writer.add_name(_NAME)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_0)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
+    (_write_rwkv7 if config.model_type == "rwkv7" else _write_attention)(writer, config)
+    writer.add_vocab_size(config.vocab_size)
+    _write_tokenizer(gguf, writer, vocabulary)
+    q4 = gguf.GGMLQuantizationType.Q4_0
+    for name, shape in tensors:
+        if _is_quantised(name, shape):
+            stored = _stored(shape)
+            writer.add_tensor_info(name, stored, np.dtype(np.uint8), int(np.prod(stored)), q4)
+        else:
+            writer.add_tensor_info(name, shape, np.dtype(np.float32), 4 * int(np.prod(shape)))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+
+
+def _write_rwkv7(writer: Any, config: Any) -> None:
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_layer_norm_eps(config.norm_eps)
+    writer.add_wkv_head_size(config.head_dim)
+    writer.add_head_count(0)
+    writer.add_decay_lora_rank(config.decay_low_rank_dim)
+    writer.add_iclr_lora_rank(config.a_low_rank_dim)
+    writer.add_value_residual_mix_lora_rank(config.v_low_rank_dim)
+    writer.add_gate_lora_rank(config.gate_low_rank_dim)
+
+
+def _write_attention(writer: Any, config: Any) -> None:
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    rope = getattr(config, "rope_parameters", None) or {}
     writer.add_head_count(heads)
     if config.model_type == "nemotron_h":
         _write_kinds(writer, config)
@@ -208,18 +244,6 @@ def _write_header(
         writer.add_expert_used_count(config.num_experts_per_tok)
     if config.model_type == "qwen3_moe":
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    writer.add_vocab_size(config.vocab_size)
-    _write_tokenizer(gguf, writer, vocabulary)
-    q4 = gguf.GGMLQuantizationType.Q4_0
-    for name, shape in tensors:
-        if _is_quantised(name, shape):
-            stored = _stored(shape)
-            writer.add_tensor_info(name, stored, np.dtype(np.uint8), int(np.prod(stored)), q4)
-        else:
-            writer.add_tensor_info(name, shape, np.dtype(np.float32), 4 * int(np.prod(shape)))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
 
 
 def _write_kinds(writer: Any, config: Any) -> None:

@@ -26,12 +26,14 @@ WORK = Path("work") / "bench"
 RUNNER = Path("build/runner/pi2/pi2_runner")
 #: Shapes where the share of neurons that fire is not 10 %: 15 % of each expert's in TurboSparse-Mixtral; 25 % in
 #: SmallThinker, whose gates are all computed and whose experts are used evenly; all neurons of SwiGLU experts. 9.3 % of
-#: Nemotron 3 Nano's, 20 % of BitNet's (docs/MODELS.md has the sources); of AFM, Jais-2, Nemotron-H none is published.
+#: Nemotron 3 Nano's, 12 % of RWKV-7's, 20 % of BitNet's (docs/MODELS.md has the sources); of AFM, Jais-2, Nemotron-H
+#: none is published.
 FIRING: dict[str, dict[str, Any]] = {
     "mixtral-8x7b": {"active": 0.15},
     "mixtral-8x7b-quarter": {"active": 0.15},
     "smallthinker-4b": {"active": 0.25, "predictor": None, "locality": 0.0},
     "bitnet-2b": {"active": 0.2, "predictor": None},
+    "rwkv7-7b": {"active": 0.12},
     "nemotron-nano-30b": {"active": 0.093, "locality": 0.0},
     **{name: {"active": 1.0, "predictor": None, "locality": 0.0} for name in ("qwen3-30b-a3b", "gpt-oss-20b")},
 }

@@ -7,6 +7,7 @@ are:
 * ``drelu``: ``relu(x Wg) * relu(x Wu)`` (TurboSparse), the committed model;
 * ``reglu``: ``relu(x Wg) * (x Wu)``, as in ReluLLaMA and ProSparse (a Llama of transformers);
 * ``swiglu``: ``silu(x Wg) * (x Wu)``, as in most models that people have: nothing is zero;
+* ``relu2``: ``relu(x Wu)^2``, without a gate, as in Nemotron, Jais-2 and AFM (an Arcee of transformers);
 * ``experts``: a mixture of ReGLU experts (a Mixtral of transformers with ``hidden_act="relu"``).
 
 Where activations can be zero, sparsity comes from training: an L1 penalty on the FFN activations whose weight is
@@ -36,7 +37,15 @@ from pathlib import Path
 import numpy as np
 import torch
 from tqdm import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    ArceeConfig,
+    ArceeForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 REPO = Path(__file__).resolve().parent.parent
 MODEL_SOURCE = REPO / "examples" / "models" / "drelu-stdlib-5m" / "modeling_drelu_llama.py"
@@ -112,6 +121,8 @@ def new_model(args: argparse.Namespace) -> torch.nn.Module:
             "output_router_logits": True,
         }
         return MixtralForCausalLM(MixtralConfig(**shape))
+    if args.ffn == "relu2":
+        return ArceeForCausalLM(ArceeConfig(**shape | {"hidden_act": "relu2"}))
     if args.ffn != "drelu":
         return LlamaForCausalLM(LlamaConfig(**shape))
     import importlib.util
@@ -313,7 +324,7 @@ def main() -> None:
     add("--device", help="cpu or cuda (default: cuda where there is one)")
     add("--autocast", action=argparse.BooleanOptionalAction, default=True, help="bfloat16 autocast (default: on)")
     add("--prepare-only", action="store_true", help="tokenise the corpus and stop")
-    add("--ffn", choices=("drelu", "reglu", "swiglu", "experts"), default="drelu", help="default: %(default)s")
+    add("--ffn", choices=("drelu", "reglu", "swiglu", "relu2", "experts"), default="drelu", help="default: %(default)s")
     add("--experts", type=int, default=8, help="experts a layer, of a quarter of --intermediate each, two a token")
     add("--steps", type=int, default=6500)
     add("--batch", type=int, default=16)

@@ -268,7 +268,9 @@ def _plan(model: nn.Module, found: Found, stats: ActivationStats, predictors: Ma
     check_all_known(predictors or {})
     if isinstance(predictors, FittedPredictors):
         predictors.check_hash(stats.model_hash)
-    weight_bytes = model.get_parameter(found.sites[0].up.weight).element_size()
+    weight_bytes: float = model.get_parameter(found.sites[0].up.weight).element_size()
+    if config.weights != FLOAT:
+        weight_bytes = FORMATS[config.weights].bits_per_weight / 8
     made = greedy_plan(found.sites, stats, predictors, config, weight_bytes)
     made.made_by["left"] = found.left
     report = getattr(predictors, "report", None)

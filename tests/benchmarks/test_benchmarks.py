@@ -126,6 +126,21 @@ def test_layers_without_gates(
     assert "two linears ms" in render(result)
 
 
+@pytest.mark.slow
+def test_ranks_of_predictors(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The higher the recall that is asked for, the more is predicted and used."""
+    options = f"{LONG['methods']} --ranks 4,16 --recalls 0.5,0.9"
+    result = measured("methods", options, folders, tmp_path, monkeypatch, capsys)
+    check("methods", result)
+    assert [(row["rank"], row["asked"]) for row in result["ranks"]] == [(4, 0.5), (4, 0.9), (16, 0.5), (16, 0.9)]
+    for low, high in (result["ranks"][:2], result["ranks"][2:]):
+        assert low["recall"] < high["recall"]
+        assert low["predicted"] < high["predicted"]
+        assert low["rows_used"] < high["rows_used"] < 1
+
+
 @pytest.mark.parametrize(
     "name",
     [

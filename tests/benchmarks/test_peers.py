@@ -58,7 +58,11 @@ def test_gguf_files_are_kept_replaced_and_never_somebody_elses(tmp_path: Path) -
 
 @needs("llama_cpp", "gguf")
 @pytest.mark.parametrize(
-    "shape", ["tiny", "qwen3-30b-a3b", "afm-4.5b", "jais2-8b", "nemotron-h-8b", "nemotron-nano-30b", "bitnet-2b"]
+    "shape",
+    [
+        *("tiny", "qwen3-30b-a3b", "afm-4.5b", "jais2-8b", "nemotron-h-8b", "nemotron-nano-30b", "bitnet-2b"),
+        "rwkv7-7b",
+    ],
 )
 def test_llama_cpp(shape: str, tmp_path: Path) -> None:
     small: dict[str, Any] = {"vocab_size": 512, "hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 64}
@@ -66,7 +70,7 @@ def test_llama_cpp(shape: str, tmp_path: Path) -> None:
         small["layers_block_type"] = [*dict.fromkeys(SHAPES[shape]["layers_block_type"])]
     else:
         small |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
-    config = build_config(SHAPES[shape] | ({} if shape == "tiny" else small))
+    config = build_config(SHAPES[shape] | ({} if shape == "tiny" else small), zeros=shape == "rwkv7-7b")
     path = write_gguf(tmp_path / "m.gguf", config)
     peer = Peer("benchmarks.peer_llama", {"gguf": str(path), "threads": 1, "context": 9, "batches": [1, 2]})
     try:

@@ -367,6 +367,7 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     ("gemma2", "attention.sliding_window", 0, r"a window of one token or more, found gemma2\.att"),
     ("mixtral", "expert_used_count", 0, "expert_used_count in .*: expected from 1 to 4, as .*, found 0"),
     ("mixtral", "expert_used_count", 5, "expert_used_count in .*: expected from 1 to 4, as .*, found 5"),
+    ("opt", "block_count", 2, "found 'opt'. Load the model's original checkpoint with transformers"),
     ("bert", "block_count", 2, "expected arcee, .*gemma, gemma2, gemma3.*, llama.*, found 'bert'"),
     ("llama", "block_count", None, "llama.block_count in .*: expected a whole number from 1 to"),
     ("llama", "block_count", 3, "block_count in .*: expected 2, as its tensors have it, found 3"),
@@ -411,6 +412,9 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     ("llama", "rope.scaling.type", "longrope", "of type none, linear or yarn, found 'longrope'"),
     ("llama", "rope.scaling.factor", 0.5, "rope.scaling.factor 0.5"),
     ("llama", "rope.dimension_count", 32, "heads of one width, all of it rotated"),
+    ("smallthinker", "attention.sliding_window", 2048, "a window of 4096 tokens, .*, found 2048"),
+    ("smallthinker", "expert_gating_func", None, "expert_gating_func in .*found 'nothing'"),
+    ("smallthinker", "expert_gating_func", 3, "expert_gating_func in .*from 1 to 2, found 3"),
     ("llama", "without", "blk.0.ffn_up.weight", "expected a tensor for model.layers.0.mlp.up_proj.weight"),
     ("llama", "without", "output_norm.weight", "expected a tensor for model.norm.weight"),
     ("llama", "more", "blk.0.ffn_gate_shexp.weight", "found blk.0.ffn_gate_shexp.weight as well"),
@@ -490,7 +494,7 @@ def test_keys_of_older_files_and_caps_of_none(made: Any, tmp_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "key", "value", "message"), REFUSED)
 def test_what_is_refused(made: Any, tmp_path: Path, name: str, key: str, value: Any, message: str) -> None:
-    _, _, file = made("llama" if name == "bert" else name)
+    _, _, file = made("llama" if name in ("bert", "opt") else name)
     arch = "llama" if name == "mixtral" else name
     keys = {"general.architecture": arch, f"{arch}.{key}": value}
     change = {key: value} if key in ("without", "more") else {"keys": keys}
@@ -505,7 +509,7 @@ def test_docs_name_every_architecture() -> None:
     assert not {family.arch for family in FAMILIES if f"`{family.arch}`" not in text}
 
 
-@pytest.mark.parametrize("arch", ["rwkv6", "smallthinker"])
+@pytest.mark.parametrize("arch", ["rwkv6", "arwkv7"])
 def test_what_transformers_does_not_have(made: Any, tmp_path: Path, arch: str) -> None:
     changed = ggufs.rewritten(made("llama")[2], tmp_path / "a.gguf", keys={"general.architecture": arch})
     with pytest.raises(UnsupportedModelError, match=rf"found '{arch}'\. transformers.*has no class for it; llama\.cpp"):

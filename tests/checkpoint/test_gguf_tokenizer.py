@@ -13,6 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from torch_pi2.checkpoint.gguf.tokenizer import write_tokenizer
+from torch_pi2.errors import ArtifactError
 from torch_pi2.store.gguf import GgufFile
 
 UNKNOWN, CONTROL, USER, BYTE, NORMAL = 2, 3, 4, 6, 1
@@ -128,6 +129,15 @@ def test_a_token_that_is_there_twice(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(path.read_bytes().replace(b"[PAD314]", b"[PAD313]"))
     with GgufFile(tmp_path / "a.gguf") as file:
         assert "the token '[PAD313]' is in its vocabulary twice" in write_tokenizer(file, tmp_path)
+
+
+@pytest.mark.parametrize("key", ["scores", "token_type"])
+def test_fewer_scores_or_kinds_than_tokens(tmp_path: Path, key: str) -> None:
+    with file_with(tmp_path / "a.gguf", None) as file:
+        file.metadata[f"tokenizer.ggml.{key}"].pop()
+        count = len(pieces())
+        with pytest.raises(ArtifactError, match=rf"{key} in .*a\.gguf: expected {count}, .*, found {count - 1}"):
+            write_tokenizer(file, tmp_path)
 
 
 @pytest.mark.parametrize("said", [0xFFFFFFFF, 5000])

@@ -199,10 +199,14 @@ STATES |= {"num_experts_per_tok": 2, "moe_intermediate_size": 512, "moe_shared_e
 STATES |= {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]}
 
 
-@pytest.mark.parametrize("kind", ["arcee", "jais2", "nemotron_h", "bitnet"])
+RANKS = [f"{part}_low_rank_dim" for part in ("decay", "a", "v", "gate")]
+
+
+@pytest.mark.parametrize("kind", ["arcee", "jais2", "nemotron_h", "bitnet", "rwkv7"])
 def test_layers_of_relu2_fire_as_often_as_asked(tmp_path: Path, kind: str) -> None:
     shape = SMALL | {"model_type": kind, "intermediate_size": 1024, "hidden_size": 256, "num_key_value_heads": 4}
     shape |= {"num_attention_heads": 4, "head_dim": 64, "vocab_size": 512} | (STATES if kind == "nemotron_h" else {})
+    shape |= dict.fromkeys(RANKS, 32) if kind == "rwkv7" else {}
     if kind == "nemotron_h":
         del shape["num_hidden_layers"]
         with pytest.raises(ConfigError, match=r"layers=...\): expected 4, the kinds that the shape lists"):

@@ -93,7 +93,12 @@ def test_train_resume_and_load(work: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ffn", "of_class"),
-    [("reglu", "LlamaForCausalLM"), ("swiglu", "LlamaForCausalLM"), ("experts", "MixtralForCausalLM")],
+    [
+        ("reglu", "LlamaForCausalLM"),
+        ("swiglu", "LlamaForCausalLM"),
+        ("relu2", "ArceeForCausalLM"),
+        ("experts", "MixtralForCausalLM"),
+    ],
 )
 def test_other_ffns(work: Path, tmp_path: Path, ffn: str, of_class: str) -> None:
     """They are models of transformers, need no code of their own, and torch_pi2 finds their FFNs."""
@@ -118,3 +123,31 @@ def test_other_ffns(work: Path, tmp_path: Path, ffn: str, of_class: str) -> None
         wanted = model(ids_1T).logits
         found = torch_pi2.optimize(model)(ids_1T).logits
     assert torch.allclose(found, wanted, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_low_rank_predictors_of_layers_without_gate(work: Path, tmp_path: Path) -> None:
+    """Of a model that was trained for seconds: far better than chance, whose recall is the share predicted."""
+    import numpy as np
+    from transformers import AutoModelForCausalLM
+
+    import torch_pi2
+    from torch_pi2.layers.prompt import sparse_only
+
+    train(work, tmp_path / "relu2", 120, "--ffn", "relu2", "--batch", "8", "--seq", "64", "--control-every", "10")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "relu2", dtype=torch.float32).eval()
+    tokens = torch.from_numpy(np.load(work / "train.npy").astype(np.int64))
+    how = {"method": "lowrank", "target_recall": 0.9, "tolerance": 1e-4, "seq_len": 64}
+    calibration, held_out = tokens[:6400].view(-1, 64), tokens[-640:].view(-1, 64)
+    with torch.no_grad():
+        dense = model(held_out, labels=held_out).loss
+        sparse = torch_pi2.optimize(model, calibration, **how)
+        with sparse_only():  # as a step of one token
+            lossy = sparse(held_out, labels=held_out).loss
+    assert 0 < abs(float(lossy / dense) - 1) < 0.05
+    layers = sparse.torch_pi2.plan.layers
+    assert [layer.method for layer in layers] == ["lowrank"] * 2
+    for layer in layers:
+        assert not layer.site.gated
+        card = sparse.torch_pi2.predictors[layer.site.key].card
+        assert card.recall > card.predicted_active + 0.2

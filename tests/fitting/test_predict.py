@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import drelu_module, tiny
 from torch import nn
 
+import torch_pi2
 from torch_pi2 import ops
 from torch_pi2.errors import ArtifactError, CalibrationError, ConfigError, NonFiniteError, StaleArtifactError
 from torch_pi2.fitting.fit import cold_neurons, fit
@@ -19,11 +20,13 @@ from torch_pi2.fitting.search import FitSettings, Layer, Search, initial_rank
 from torch_pi2.fitting.train import calibrate, measure, train_matrices
 from torch_pi2.graph import find_sites
 from torch_pi2.graph.dispatch import PredictedMaskMode
+from torch_pi2.planner.hot_neurons import gated_bytes
 from torch_pi2.predict.file import FittedPredictors, load_predictors, save_predictors
 from torch_pi2.predict.lowrank import ALWAYS, LowRank, LowRankRows
 from torch_pi2.profiling.data import Batch
 from torch_pi2.profiling.run import profile
 from torch_pi2.profiling.samples import Samples, collect_samples
+from torch_pi2.types.method import PredictorCard
 from torch_pi2.types.plan import weights_hash
 from torch_pi2.types.site import FFNSite, FFNWeights, LinearRef
 from torch_pi2.types.stats import ActivationStats, pack_bits
@@ -448,3 +451,18 @@ def test_tensors_that_do_not_fit_together_are_refused() -> None:
         LowRank.from_tensors({k: v for k, v in t.items() if k != "b_scale"}, 0.0, None)
     with pytest.raises(ArtifactError, match=r"shapes of a low-rank predictor: .* b int8 \[44, 4\]"):
         LowRank.from_tensors(t | {"b": t["b"][:-1]}, 0.0, None)
+
+
+@pytest.mark.parametrize(("weights", "method"), [("float", "lowrank"), ("int4", "exact")])
+def test_auto_counts_the_bytes_of_the_weights_as_they_will_be(weights: str, method: str) -> None:
+    """A predictor of half of what the exact gate reads of floats has more bytes than all that it reads of int4."""
+    model = tiny("llama-relu")
+    stats = torch_pi2.profile(model, torch.arange(256).view(4, 64) % 50)
+    fitted = FittedPredictors()
+    for site in find_sites(model):
+        half = int(gated_bytes(site, float(stats.frequency(site.key).mean()), 4) / 2)
+        made = train_lowrank(samples(100, 0, layer()[1]), rank=4, steps=1)
+        made.card = PredictorCard(0.9, 0.9, 0.01, half, 0.1, 4)
+        fitted[site.key] = made
+    plan = torch_pi2.plan(model, stats, fitted, weights=weights, hot_frequency=1.01)
+    assert {layer.method for layer in plan.layers} == {method}

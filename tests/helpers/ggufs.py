@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from torch_pi2.checkpoint.gguf.families import FAMILIES, llama3_divisors
 from torch_pi2.checkpoint.gguf.source import gguf_name, stack_name
+from torch_pi2.layers import smallthinker
 from torch_pi2.store.source import expert_matrix
 
 #: Columns are a multiple of 256, which k-quants need.
@@ -53,6 +54,9 @@ _NEMOTRON_H = {
     "moe_shared_expert_intermediate_size": 512,
 }
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "decoder_sparse_step": 1}
+#: The layout is llama.cpp's own.
+_SMALLTHINKER = {"moe_num_primary_experts": 4, "moe_num_active_primary_experts": 2, "moe_ffn_hidden_size": 256}
+_LAYOUT = {"sliding_window_layout": [0, 1, 1, 1, 0], "rope_layout": [0, 1, 1, 1, 0], "num_hidden_layers": 5}
 #: Name -> model type and what its configuration says beside the common sizes.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}}),
@@ -128,6 +132,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("glm", {}),
     "hunyuan": ("hunyuan_v1_dense", {"rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "smallthinker": (
+        smallthinker.SmallThinkerConfig.model_type,
+        {**_SMALLTHINKER, **_LAYOUT, "sliding_window_size": 4096, "tie_word_embeddings": False},
+    ),
+    "smallthinker_softmax": ("smallthinker", {**_SMALLTHINKER, "moe_primary_router_apply_softmax": True}),
     "qwen2_moe": ("qwen2_moe", {**_EXPERTS, "shared_expert_intermediate_size": 512, "norm_topk_prob": False}),
     "qwen3_moe": ("qwen3_moe", {**_EXPERTS, "norm_topk_prob": True}),
 }
@@ -198,6 +207,8 @@ def written(folder: Path, file: Path) -> Path:
         said["attention.layer_norm_epsilon"] = config.layer_norm_epsilon
         said["ssm.inner_size"] = config.mamba_head_dim * config.mamba_num_heads
         said = {key: value for key, value in said.items() if moe or not key.startswith("expert")}
+    if family.arch == "smallthinker":
+        said["expert_gating_func"] = 2 - config.moe_primary_router_apply_softmax
     if family.arch == "gemma3n":
         shares = torch.tensor(config.activation_sparsity_pattern)
         said["activation_sparsity_scale"] = torch.special.ndtri(shares).tolist()

@@ -79,8 +79,8 @@ def synthetic(
 
     Args:
         shape: a name in ``torch_pi2.store.synthetic.SHAPES``, or configuration values with ``model_type`` llama,
-            mistral, qwen2, mixtral, qwen3_moe, olmoe, arcee, jais2, nemotron_h or bitnet. Routers choose all experts
-            about equally often.
+            mistral, qwen2, mixtral, qwen3_moe, olmoe, arcee, jais2, nemotron_h, bitnet or rwkv7. Routers choose all
+            experts about equally often.
         active: mean share of neurons that fire for a token, in every layer. 1: all of them, as in SwiGLU, without a
             predictor (``predictor=None``).
         weights: ``int4``, ``int8``, or ``float32``, ``bfloat16`` or ``float16``, which quantise nothing.
@@ -226,8 +226,8 @@ class _Writer:
             router = torch.randn(shape, generator=self._generator)
             router -= (router @ self._d)[:, None] * (self._d / self.hidden)
             yield 0, router / router.norm(dim=1, keepdim=True)
-        else:
-            yield 0, torch.ones(shape)
+        else:  # none of RWKV-7's mixes with the token before: layers see what embeddings say
+            yield 0, torch.full(shape, float("x_" not in name and not name.endswith("r_k")))
 
     def _write_site(self, site: FFNSite, out: TensorWriter, predictors: FittedPredictors) -> None:
         p_I = self._frequencies(site.intermediate)

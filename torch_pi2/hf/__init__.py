@@ -3,8 +3,8 @@
     import torch_pi2.hf
     model = AutoModelForCausalLM.from_pretrained("store")
 
-Importing this module registers a quantisation method (:mod:`torch_pi2.hf.register`) and RWKV-7, since transformers has
-no plug-in discovery. ``python -m torch_pi2.hf`` runs the transformers command line with it.
+Importing this module registers a quantisation method (:mod:`torch_pi2.hf.register`), RWKV-7 and SmallThinker, since
+transformers has no plug-in discovery. ``python -m torch_pi2.hf`` runs the transformers command line with it.
 """
 
 import importlib
@@ -13,6 +13,7 @@ from torch_pi2.base.package import needed
 
 with needed("transformers", "hf"):
     importlib.import_module("torch_pi2.layers.rwkv7")
+    importlib.import_module("torch_pi2.layers.smallthinker")
 
 from torch_pi2.hf.quantizer import Pi2QuantizationConfig
 from torch_pi2.hf.register import register

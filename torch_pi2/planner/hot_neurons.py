@@ -46,7 +46,7 @@ def hot_cut(site: FFNSite, stats: LayerStats, config: Config) -> float:
 
 
 def plan_layer(
-    site: FFNSite, all_stats: ActivationStats, predictor: AnyPredictor | None, config: Config, weight_bytes: int
+    site: FFNSite, all_stats: ActivationStats, predictor: AnyPredictor | None, config: Config, weight_bytes: float
 ) -> LayerPlan:
     """Plan one FFN, or expert, from its statistics. ``weight_bytes``: of one FFN weight, to compare the bytes a
     predictor reads with those it saves. Raises ConfigError: no predictor, or statistics of another ``sparsity``.
@@ -94,13 +94,13 @@ def plan_layer(
     return gated
 
 
-def predicted_bytes(layer: LayerPlan, weight_bytes: int) -> int:
+def predicted_bytes(layer: LayerPlan, weight_bytes: float) -> float:
     """Mean bytes that a token reads with a predictor: hot neurons and predicted ones."""
     neuron_bytes = layer.site.rows_per_neuron * layer.site.hidden * weight_bytes
-    return layer.n_hot * neuron_bytes + int(layer.expected_active * layer.n_cold * neuron_bytes)
+    return (layer.n_hot + layer.expected_active * layer.n_cold) * neuron_bytes
 
 
-def gated_bytes(site: FFNSite, active: float, weight_bytes: int) -> float:
+def gated_bytes(site: FFNSite, active: float, weight_bytes: float) -> float:
     """Mean bytes that a token reads without a predictor, if the share ``active`` of the neurons fires."""
     rows = site.rows_per_neuron
     share = (1 + (rows - 1) * active) / rows  # of a neuron: its first row, and the others if it fires
@@ -108,7 +108,7 @@ def gated_bytes(site: FFNSite, active: float, weight_bytes: int) -> float:
 
 
 def plan_experts(
-    sites: Sequence[FFNSite], stats: ActivationStats, predictors: Mapping, config: Config, weight_bytes: int
+    sites: Sequence[FFNSite], stats: ActivationStats, predictors: Mapping, config: Config, weight_bytes: float
 ) -> list[LayerPlan]:
     """:func:`plan_layer` for experts of a module, of one method; predictors if all have some and read less together."""
     layers = [plan_layer(site, stats, predictors.get(site.key), config, weight_bytes) for site in sites]
@@ -146,7 +146,11 @@ def _check_threshold(site: FFNSite, all_stats: ActivationStats, config: Config) 
 
 
 def greedy_plan(
-    sites: Sequence[FFNSite], stats: ActivationStats, predictors: Mapping | None, config: Config, weight_bytes: int = 2
+    sites: Sequence[FFNSite],
+    stats: ActivationStats,
+    predictors: Mapping | None,
+    config: Config,
+    weight_bytes: float = 2,
 ) -> Plan:
     """The plan of a whole model; ``made_by`` records settings and calibration."""
     fitted = predictors or {}

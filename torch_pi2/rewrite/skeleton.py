@@ -61,8 +61,8 @@ def model_config(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
 
 def own_classes(config: Mapping[str, Any]) -> None:
     """Make transformers know the model of ``config`` if it is one that only this package has."""
-    if config.get("model_type") == "rwkv7":
-        importlib.import_module("torch_pi2.layers.rwkv7")
+    if (kind := config.get("model_type")) in ("rwkv7", "smallthinker"):
+        importlib.import_module(f"torch_pi2.layers.{kind}")
 
 
 def named_class(config: Any) -> Any:

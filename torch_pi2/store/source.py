@@ -166,7 +166,7 @@ def wrong_shape(name: str, folder: Path, expected: object, found: object) -> Art
 #: Part of a parameter's name, and its alternative in checkpoints.
 _OTHERS = ((".mlp.", ".block_sparse_moe."), ("model.", "backbone."))
 #: Names of an expert's matrices in checkpoints.
-_MATRICES = {"gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("down_proj", "w2")}
+_MATRICES = {"gate": ("gate_proj", "w1", "gate"), "up": ("up_proj", "w3", "up"), "down": ("down_proj", "w2", "down")}
 _ROLES = {part: role for role, parts in _MATRICES.items() for part in parts}
 _EXPERT = re.compile(r"(?:.*\.)?(?P<block>\d+)\.(?:.*\.)?experts\.(?P<expert>\d+)\.(?P<part>\w+)\.weight")
 

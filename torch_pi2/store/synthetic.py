@@ -21,6 +21,7 @@ the bias subtracts it again.
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 from collections.abc import Mapping
@@ -222,7 +223,7 @@ def random_rows(count: int, columns: int, weights: str, deviation: float, genera
 SHAPES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("shapes.json").read_text())
 #: Configuration and causal model classes of transformers, by ``model_type``.
 CLASSES = {name: name.capitalize() for name in ("llama", "mistral", "qwen2", "mixtral", "olmoe", "arcee", "jais2")}
-CLASSES |= {"qwen3_moe": "Qwen3Moe", "nemotron_h": "NemotronH", "bitnet": "BitNet"}
+CLASSES |= {"qwen3_moe": "Qwen3Moe", "nemotron_h": "NemotronH", "bitnet": "BitNet", "rwkv7": "RWKV7"}
 _COMMON = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "dtype": "bfloat16"}
 _COMMON |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 
@@ -242,10 +243,12 @@ def build_config(shape: str | Mapping[str, Any], zeros: bool = False, **more: An
     if kind not in CLASSES:
         fix = "Synthetic models are of these."
         raise ConfigError("shape's model_type", expected=", ".join(CLASSES), found=repr(kind), fix=fix)
-    squared = kind in ("arcee", "jais2", "nemotron_h", "bitnet")
-    act = {"mlp_hidden_act" if kind == "nemotron_h" else "hidden_act": "relu2" if squared else "relu"}
+    if kind == "rwkv7":
+        importlib.import_module("torch_pi2.layers.rwkv7")
+    squared = {"rwkv7": "sqrelu", **dict.fromkeys(("arcee", "jais2", "nemotron_h", "bitnet"), "relu2")}
+    act = {"mlp_hidden_act" if kind == "nemotron_h" else "hidden_act": squared.get(kind, "relu")}
     values |= act if zeros else dict.fromkeys(act, "silu")
-    config_class = getattr(transformers, f"{CLASSES[kind]}Config")
+    config_class = transformers.CONFIG_MAPPING[kind]
     try:
         return config_class(**(_COMMON | values | more), architectures=[f"{CLASSES[kind]}ForCausalLM"])
     except (TypeError, ValueError, ZeroDivisionError) as error:

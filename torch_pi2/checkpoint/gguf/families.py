@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -154,13 +154,13 @@ _TEMPERATURE = "attention.temperature_scale"
 #: One line each; of those with the same architecture the first that fits. Of models that see: their text.
 FAMILIES = tuple(Family(**one) for one in json.loads(Path(__file__).with_name("families.json").read_text()))
 #: Architectures of which transformers has no class.
-_NOT_IN_TRANSFORMERS = ("rwkv6", "rwkv6qwen2", "arwkv7", "smallthinker")
+_NOT_IN_TRANSFORMERS = ("rwkv6", "rwkv6qwen2", "arwkv7")
 
 
 def _unsupported(file: GgufFile, expected: str, found: str, part: str = "") -> NoReturn:
     fix = "Load the model's original checkpoint with transformers, and optimise that."
     if file.metadata.get("general.architecture") in _NOT_IN_TRANSFORMERS:
-        fix = "transformers, which runs models here, has no class for it; llama.cpp runs this file."
+        fix = "transformers, which runs models here, has no class for it; llama.cpp runs this file. RWKV-7 runs here."
     raise UnsupportedModelError(f"{part}{file.path}", expected=expected, found=found, fix=fix)
 
 
@@ -222,8 +222,8 @@ def configuration(file: GgufFile) -> dict[str, Any]:
     """Arguments for transformers' configuration of the file's family. Raises UnsupportedModelError, ArtifactError."""
     family, arch = family_of(file), str(file.metadata["general.architecture"])
     meta = ArchMetadata(file, arch)
-    if arch == "rwkv7":
-        return _rwkv7(file, meta)
+    if arch in ("rwkv7", "t5"):
+        return _rwkv7(file, meta) if arch == "rwkv7" else _t5(file, family, meta)
     config: dict[str, Any] = {"model_type": family.model_type, **family.fixed}
     required = _REQUIRED - ({"feed_forward_length"} if "expert_feed_forward_length" in family.keys else set())
     for key, attribute in family.attributes.items():
@@ -306,6 +306,33 @@ def _rwkv7(file: GgufFile, meta: ArchMetadata) -> dict[str, Any]:
     return config | _special_tokens(file, table.rows)
 
 
+def _t5(file: GgufFile, family: Family, meta: ArchMetadata) -> dict[str, Any]:
+    """T5 (FFNs of ReLU without gate, no output layer but the embedding), or T5 1.1, Flan-T5 and mT5 (gates of GELU)."""
+    config: dict[str, Any] = {"model_type": "t5", "relative_attention_max_distance": 128}
+    config["feed_forward_proj"] = "gated-gelu" if "enc.blk.0.ffn_gate.weight" in file.tensors else "relu"
+    config["tie_word_embeddings"] = "output.weight" not in file.tensors
+    for key, name in family.keys.items():
+        default = config.get("num_layers") if name == "num_decoder_layers" else None
+        config[name] = meta.number(
+            key, default, least="epsilon" not in key, most=1 << 31 if "epsilon" not in key else 1
+        )
+    table, numbers = file.tensor("token_embd.weight"), re.compile(r"(enc|dec)\.blk\.(\d+)\.")
+    blocks = {(found[1], found[2]) for name in file.tensors if (found := numbers.match(name))}
+    counts = [sum(part == one for part, _ in blocks) for one in ("enc", "dec")]
+    _check_claims(
+        file,
+        (
+            ("block_count", config["num_layers"], counts[0]),
+            ("decoder_block_count", config["num_decoder_layers"], counts[1]),
+            ("embedding_length", config["d_model"], table.columns),
+        ),
+    )
+    config |= {"vocab_size": table.rows, "decoder_start_token_id": meta.number("decoder_start_token_id", 0)}
+    own = {"attention.value_length": config["d_kv"], _RMS_NORM: config["layer_norm_epsilon"]}
+    _check_unused(file, meta, own | {"context_length": meta.get("context_length"), "vocab_size": table.rows})
+    return config | _special_tokens(file, table.rows)
+
+
 def _special_tokens(file: GgufFile, vocabulary: int) -> dict[str, Any]:
     """Tokens that the file names, and those that end an answer by their text, within the vocabulary (as llama.cpp)."""
     usual = _TOKENS_OF_SPM if file.metadata.get("tokenizer.ggml.model") == "llama" else {}
@@ -338,11 +365,7 @@ def _check_sizes(file: GgufFile, config: Mapping[str, Any], meta: ArchMetadata) 
             claims.append((key, width * count, matrix.rows))
     if len(ffn) == 2:
         claims += [("feed_forward_length", config["intermediate_size"], t.rows) for t in ffn]
-    for key, claimed, found in claims:
-        if claimed != found:
-            fix = "The file's metadata is of another model, or tensors are missing; get it again."
-            expected = f"{found}, as its tensors have it"
-            raise ArtifactError(f"{key} in {file.path}", expected=expected, found=str(claimed), fix=fix)
+    _check_claims(file, claims)
     experts, used = meta.number("expert_count", 0), meta.number("expert_used_count", 0)
     if experts and not 1 <= used <= experts:
         raise ArtifactError(
@@ -351,6 +374,15 @@ def _check_sizes(file: GgufFile, config: Mapping[str, Any], meta: ArchMetadata) 
             found=str(used),
             fix="The file's metadata is of another model; get it again.",
         )
+
+
+def _check_claims(file: GgufFile, claims: Iterable[tuple[str, int, int]]) -> None:
+    """Raises ArtifactError: a key's number is not that of the tensors."""
+    for key, claimed, found in claims:
+        if claimed != found:
+            fix = "The file's metadata is of another model, or tensors are missing; get it again."
+            expected = f"{found}, as its tensors have it"
+            raise ArtifactError(f"{key} in {file.path}", expected=expected, found=str(claimed), fix=fix)
 
 
 def _rope(file: GgufFile, meta: ArchMetadata, family: Family) -> dict[str, Any]:
@@ -449,6 +481,12 @@ def _special(file: GgufFile, family: Family, config: dict[str, Any], meta: ArchM
         config["activation_sparsity_pattern"] = [round(share, 5) for share in shares.tolist()]
         config["laurel_rank"] = file.tensor("blk.0.laurel_l.weight").rows
         config["vocab_size_per_layer_input"] = file.tensor("per_layer_token_embd.weight").rows
+    if family.arch == "smallthinker":  # whose layout is built into llama.cpp
+        layout = [int(i % 4 != 0) for i in range(blocks)] if (window := config.get("sliding_window_size")) else None
+        if window not in (None, 0, 4096):
+            _unsupported(file, "a window of 4096 tokens, which llama.cpp takes whatever the file says", str(window))
+        config |= {"sliding_window_layout": layout, "rope_layout": layout}
+        config["moe_primary_router_apply_softmax"] = meta.number("expert_gating_func", least=1, most=2) == 1
     if family.model_type == "olmo" and not math.isclose(config.pop("layer_norm_eps"), 1e-5, rel_tol=1e-3):
         _unsupported(file, "norms with an epsilon of 1e-5", "another")
     if "attention.scale" in family.keys:
@@ -461,8 +499,9 @@ def _special(file: GgufFile, family: Family, config: dict[str, Any], meta: ArchM
         _unsupported(file, "rotary positions without factors of their own", "rope_factors_long.weight")
     if "expert_feed_forward_length" not in family.keys or not meta.has("expert_count"):
         return
+    width = family.keys["expert_feed_forward_length"]
     if not meta.has("expert_feed_forward_length"):
-        config["moe_intermediate_size"] = file.tensor("blk.0.ffn_gate_exps.weight").shape[1]
-    config.setdefault("intermediate_size", config["moe_intermediate_size"])
+        config[width] = file.tensor("blk.0.ffn_gate_exps.weight").shape[1]
+    config.setdefault("intermediate_size", config[width])
     if "expert_shared_feed_forward_length" in family.keys and not meta.has("expert_shared_feed_forward_length"):
         config["shared_expert_intermediate_size"] = file.tensor("blk.0.ffn_gate_shexp.weight").shape[0]

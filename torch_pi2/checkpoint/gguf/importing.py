@@ -97,7 +97,12 @@ def import_gguf(
 
 
 def _write_config(checkpoint: GgufCheckpoint, folder: Path) -> None:
-    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig
+    from transformers import (
+        CONFIG_MAPPING,
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        GenerationConfig,
+    )
 
     values = configuration(checkpoint.file)
     own_classes(values)
@@ -110,7 +115,8 @@ def _write_config(checkpoint: GgufCheckpoint, folder: Path) -> None:
             found=" ".join(str(error).split())[:200],
             fix="The file is damaged, or transformers too old for it: pip install -U transformers.",
         ) from error
-    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+    classes = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING if config.is_encoder_decoder else MODEL_FOR_CAUSAL_LM_MAPPING
+    config.architectures = [classes[type(config)].__name__]
     largest = max(checkpoint.file.tensors.values(), key=lambda tensor: tensor.nbytes)
     config.dtype = "bfloat16" if largest.type.name in ("F16", "BF16") else "float32"  # as llama.cpp's activations
     config.save_pretrained(folder)

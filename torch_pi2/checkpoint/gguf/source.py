@@ -106,6 +106,7 @@ class GgufCheckpoint(Closing):
             exact = self.family.arch == "gemma3n" or any("_exps." in one for one in self.file.tensors)
             self.zeros = exact or activation not in ("silu", "gelu_pytorch_tanh", "gelu_new")
             blocks = arch_number(self.file, self.family, "block_count")
+            blocks = max(blocks, ArchMetadata(self.file, self.family.arch).number("decoder_block_count", 0))
             self._names = tensor_names(self.family, min(blocks, len(self.file.tensors)))
             self.used = {"rope_freqs.weight"}  # which the configuration is read from
             for name, tensor in self.file.tensors.items():
@@ -251,6 +252,7 @@ class GgufCheckpoint(Closing):
         own = range(blocks - shared, blocks)
         late = {f"blk.{block}.attn_{part}.weight" for block in own for part in ("k", "v", "k_norm")}
         late |= {f"blk.0.time_mix_v{part}.weight" for part in range(3)}  # which the first layer of RWKV-7 has not
+        late |= {"dec.blk.0.cross_attn_rel_b.weight"}  # which T5 has not used
         return sorted(set(self.file.tensors) - self.used - set(self.predictors()) - late)
 
     def predictor(self, block: int) -> tuple[torch.Tensor, torch.Tensor]:

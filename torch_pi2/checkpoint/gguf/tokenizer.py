@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_pi2.base.fields import shown
+from torch_pi2.errors import ArtifactError
 from torch_pi2.store.gguf import GgufFile
 from torch_pi2.store.trust import is_failure
 
@@ -46,10 +47,15 @@ def write_tokenizer(file: GgufFile, folder: Path) -> str:
     model, pre = file.metadata.get("tokenizer.ggml.model"), file.metadata.get("tokenizer.ggml.pre", "")
     if model in (None, "none") or not isinstance(file.metadata.get(_TOKENS), list):
         return "the file has none"
-    if model not in ("llama", "gpt2", "rwkv") or (model == "gpt2" and pre not in (_GPT2, *_splits())):
+    if model not in ("llama", "gpt2", "rwkv", "t5") or (model == "gpt2" and pre not in (_GPT2, *_splits())):
         return f"of a kind that transformers does not know, {shown(str(model))} {shown(str(pre))}"
+    apart = (file.metadata.get(f"tokenizer.ggml.{key}") for key in ("add_space_prefix", "remove_extra_whitespaces"))
+    if model == "t5" and not all(apart):
+        return "it keeps spaces as they are, or begins without one, as transformers' T5 does not"
     arch = str(file.metadata.get("general.architecture"))
+    _check_counts(file)
     try:
+        from tokenizers import normalizers
         from transformers import PreTrainedTokenizerFast
         from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
 
@@ -62,6 +68,10 @@ def write_tokenizer(file: GgufFile, folder: Path) -> str:
             made = longest_matches([_unescaped(token) for token in vocabulary["tokens"]], vocabulary.get("token_type"))
             if about.get("chat_template") == "rwkv-world":
                 about["chat_template"] = RWKV_CHAT
+        elif model == "t5":
+            made, _ = convert_gguf_tokenizer(arch, vocabulary)
+            if table := file.metadata.get("tokenizer.ggml.precompiled_charsmap"):  # of characters to replace
+                made.normalizer = normalizers.Precompiled(bytes(table))
         else:  # merges apart, with which tokenizers take seconds
             made, _ = convert_gguf_tokenizer(arch, vocabulary | {"merges": []})
         ids = made.get_vocab(with_added_tokens=False)
@@ -79,6 +89,16 @@ def write_tokenizer(file: GgufFile, folder: Path) -> str:
             raise
         return f"transformers cannot read it: {' '.join(str(error).split())[:200]}"
     return ""
+
+
+def _check_counts(file: GgufFile) -> None:
+    """Raises ArtifactError: fewer or more scores or kinds than tokens."""
+    count, fix = len(file.metadata[_TOKENS]), "The file is damaged; get it again."
+    for key in ("tokenizer.ggml.scores", "tokenizer.ggml.token_type"):
+        found = file.metadata.get(key)
+        said = len(found) if isinstance(found, list) else shown(found)
+        if found is not None and said != count:
+            raise ArtifactError(f"{key} in {file.path}", expected=f"{count}, one a token", found=str(said), fix=fix)
 
 
 class _NotCopied:
