@@ -12,25 +12,27 @@ namespace pi2 {
 class DownQueue {
  public:
   void add(AxpyFn axpy, std::int64_t n, const void* row, float h, float* y) {
-    rows_[filled_] = row;
-    h_[filled_++] = h;
-    if (filled_ < 2 * kAxpyRows) return;
-    axpy(y, rows_, h_, kAxpyRows, n, rows_ + kAxpyRows);
-    std::copy(rows_ + kAxpyRows, rows_ + filled_, rows_);
-    std::copy(h_ + kAxpyRows, h_ + filled_, h_);
+    const std::int64_t at = (first_ + filled_) % (2 * kAxpyRows);
+    rows_[at] = row;
+    h_[at] = h;
+    if (++filled_ < 2 * kAxpyRows) return;
+    const std::int64_t other = kAxpyRows - first_;
+    axpy(y, rows_ + first_, h_ + first_, kAxpyRows, n, rows_ + other);
+    first_ = other;
     filled_ -= kAxpyRows;
   }
 
   void flush(AxpyFn axpy, std::int64_t n, float* y) {
-    for (std::int64_t first = 0; first < filled_; first += kAxpyRows)
-      axpy(y, rows_ + first, h_ + first, std::min(kAxpyRows, filled_ - first), n, nullptr);
-    filled_ = 0;
+    for (; filled_ > 0; filled_ -= std::min(kAxpyRows, filled_), first_ = kAxpyRows - first_)
+      axpy(y, rows_ + first_, h_ + first_, std::min(kAxpyRows, filled_), n, nullptr);
+    first_ = 0;
   }
 
  private:
+  // Two groups in turn; the older one begins at first_.
   const void* rows_[2 * kAxpyRows];
   float h_[2 * kAxpyRows];
-  std::int64_t filled_ = 0;
+  std::int64_t first_ = 0, filled_ = 0;
 };
 
 }  // namespace pi2
