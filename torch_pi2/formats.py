@@ -90,8 +90,8 @@ GGML = tuple(name for name, one in FORMATS.items() if one.block)
 #: Formats of neurons in a single format.
 OF_NEURONS = (*FLOATS, *QUANTIZED)
 #: Formats of neurons in a pair: gate and up rows as in a checkpoint, and down rows, rarely stored by neuron, in int8;
-#: in int4 if they are ternary numbers with one scale for all, which lose nothing but its last bits.
-PAIRS = (*(f"{name}+int8" for name in ("int4", *GGML)), "tq2_0+int4")
+#: in tq2_0 if they are ternary numbers with one scale for all (earlier imports: in int4).
+PAIRS = (*(f"{name}+int8" for name in ("int4", *GGML)), "tq2_0+int4", "tq2_0+tq2_0")
 #: Formats of rows of linear layers and embeddings.
 ROWS = tuple(name for name in FORMATS if name not in FLOATS)
 #: ``neurons`` of imports: which feed-forward layers become neurons, or in which format all do.
@@ -113,6 +113,11 @@ def formats_of(neurons: str) -> tuple[str, str]:
     """The formats of gate and up rows, and of down rows, for ``neurons`` such as ``int4`` or ``FIRST+DOWN``."""
     first, plus, down = neurons.partition("+")
     return first, down if plus else first
+
+
+def main_format(down: str) -> str:
+    """The format that a file with such down rows names as that of its neurons: no ggml format, which pairs have."""
+    return QUANTIZED[-1] if FORMATS[down].block else down
 
 
 def neuron_shape(neurons: str, rows: int, hidden: int) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ void check(const Blob& b) {
   must(b.hidden > 0 && b.neurons > 0 && (b.rows == 2 || b.rows == 3), "sizes");
   must(b.n_hot >= 0 && b.n_hot <= b.neurons && b.first >= 0 && b.first <= b.neurons, "hot neurons");
   must(pi2::row_bytes(b.w_dtype, b.hidden) > 0 && b.w_dtype != pi2::DType::kI8, "weights");
-  must(!b.other_down || pi2::is_quantized(b.down_dtype), "down rows");
+  must(!b.other_down || pi2::is_down_in_bytes(b.down_dtype), "down rows");
   must(!b.int8_activations || b.quantized(), "int8 activations over floats");
   must(b.threshold >= 0, "threshold");
   must(b.shaping.limit > 0 && b.shaping.in - b.shaping.in == 0, "numbers of the activation");

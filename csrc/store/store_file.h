@@ -18,7 +18,8 @@ constexpr bool is_pair_of_neurons(std::uint32_t code, std::uint32_t down, std::u
   const auto kinds = static_cast<std::uint32_t>(kDTypes);
   const auto dtype = static_cast<DType>(code);
   return code < kinds && (is_ggml(dtype) || is_quantized(dtype)) && down < kinds &&
-         is_quantized(static_cast<DType>(down)) && down != code &&
+         (dtype == DType::kTQ2 ? is_down_in_bytes(static_cast<DType>(down))
+                               : is_quantized(static_cast<DType>(down)) && down != code) &&
          hidden % static_cast<std::uint64_t>(ggml_block(dtype).numbers) == 0;
 }
 

@@ -269,6 +269,8 @@ int main() {
             cases += check_ffn(rng, 85, 3, 256, tokens, dtype, a8, false, down);
         cases += check_ffn(rng, 45, 3, 256, 130, dtype, a8, false, a8 ? DType::kQ4 : DType::kQ8);
         cases += check_ffn(rng, 40, 2, 256, 14, dtype, a8, false, DType::kQ8);
+        for (const std::int64_t tokens : {1, 3, 14, 130})
+          if (dtype == DType::kTQ2) cases += check_ffn(rng, 85, 3, 256, tokens, dtype, a8, false, dtype);
         cases += check_linear(rng, 9, block, 2, dtype, a8);
         cases += check_linear(rng, 700, 2 * block, 5, dtype, a8);
       }

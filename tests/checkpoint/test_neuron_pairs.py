@@ -349,7 +349,7 @@ def test_superblock_of_two_formats() -> None:
 
 
 def test_sizes_of_pairs() -> None:
-    assert (*(f"{first}+int8" for first in ("int4", *GGML)), "tq2_0+int4") == PAIRS
+    assert (*(f"{first}+int8" for first in ("int4", *GGML)), "tq2_0+int4", "tq2_0+tq2_0") == PAIRS
     assert formats_of("q4_k+int8") == ("q4_k", "int8")
     assert formats_of("int4") == ("int4", "int4")
     assert neuron_shape("q5_0+int8", 2, 96) == (66 + 102,)

@@ -139,8 +139,9 @@ def neurons(first: str, down: str, count: int, rows: int, hidden: int) -> torch.
     return torch.cat([*(stored(first, r) for r in range(rows - 1)), stored(down, 9)], 1)
 
 
-@pytest.mark.parametrize("first", [*GGML, "int4", "int8"])
-@pytest.mark.parametrize("down", QUANTIZED)
+@pytest.mark.parametrize(
+    ("first", "down"), [*((f, d) for f in (*GGML, "int4", "int8") for d in QUANTIZED), ("tq2_0", "tq2_0")]
+)
 def test_sparse_ffn_with_down_rows_in_another_format(isa: str, first: str, down: str) -> None:
     generator, threads = torch.Generator().manual_seed(5), torch.get_num_threads()
     hidden, weights = 256, f"{first}+{down}"
@@ -221,7 +222,13 @@ def test_neurons_in_two_formats_are_refused_by_name() -> None:
         call("q4_k+int8", neuron_rows[:, 1:].contiguous())
     with pytest.raises(RuntimeError, match=rf"pi2: {sizes}\), found another layout or dtype, \[8, 1, 560\]"):
         call("q4_k+int8", neuron_rows[:, None])
-    for weights, found in (("q4_k+q6_k", "q6_k"), ("q4_k+float", "float"), ("float+int8", "float"), ("+int8", "")):
+    for weights, found in (
+        ("q4_k+q6_k", "q6_k"),
+        ("q4_k+tq2_0", "tq2_0"),
+        ("q4_k+float", "float"),
+        ("float+int8", "float"),
+        ("+int8", ""),
+    ):
         with pytest.raises(RuntimeError, match=rf"weights: expected int4(,| or) int8.*, found '{found}'"):
             call(weights)
     with pytest.raises(RuntimeError, match=r"dtype of bias_down: expected float32 \(the weights are quantised\)"):

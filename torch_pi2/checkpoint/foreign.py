@@ -207,13 +207,7 @@ class _Integers:
 
     def rows(self, start: int, stop: int, kind: str) -> torch.Tensor:
         """Rows ``[start, stop)`` in format ``kind``."""
-        halves = self.scale_NG[start:stop].half()
-        if kind == "tq2_0":
-            q_NB24k = (self.n_NK[start:stop] + 1).to(torch.uint8).unflatten(1, (-1, 2, 4, GROUP))
-            bits_NBb = (q_NB24k << torch.tensor([[0], [2], [4], [6]]).byte()).sum(-2, dtype=torch.uint8).flatten(2)
-            scales = halves.repeat_interleave(self.group // FORMATS[kind].block, 1)[..., None].contiguous()
-            return torch.cat((bits_NBb, scales.view(torch.uint8)), 2).flatten(1)
-        halves = halves.repeat_interleave(self.group // GROUP, 1)
+        halves = self.scale_NG[start:stop].half().repeat_interleave(self.group // GROUP, 1)
         n_NGk = self.n_NK[start:stop].to(torch.int8).unflatten(1, (-1, GROUP))
         return pack_integers(n_NGk, halves[..., None], kind)
 

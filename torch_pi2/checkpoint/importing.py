@@ -200,7 +200,7 @@ class _Importer(Quantizer):
         if {*kept.values(), down} == {"int4"} and self._packed.by_neuron:
             return "int4"
         if {*kept.values(), down} == {"tq2_0"} and self._has_one_scale(self._name_of(site, site.down, "down")):
-            return "tq2_0+int4"
+            return "tq2_0+tq2_0"
         return next((pair for pair in PAIRS if {*kept.values()} == {formats_of(pair)[0]}), None)
 
     def _has_one_scale(self, name: str) -> bool:
@@ -245,7 +245,7 @@ class _Importer(Quantizer):
         packed = self._packed.packed(stored)
         same = rows_lie and packed is not None and packed.kept and packed.format == kind
         if first == 0:
-            self._count(stored, stored, kind, same)
+            self._count(stored, stored, kind, same or kind == "tq2_0")  # ternary numbers stay as they are
         if packed is None or not same:
             return None
         if ref.rows is not None and ref.expert is None:  # a part of a matrix; experts are single in the file

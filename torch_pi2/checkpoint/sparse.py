@@ -20,7 +20,7 @@ from torch_pi2.base.units import parse_bytes
 from torch_pi2.checkpoint.stored import bound_plan
 from torch_pi2.distributed.pipeline_parallel import remove_other_blocks
 from torch_pi2.errors import ArtifactError, ConfigError, UnsupportedModelError
-from torch_pi2.formats import ACTIVATIONS, FLOAT, QUANTIZED, formats_of
+from torch_pi2.formats import ACTIVATIONS, FLOAT, QUANTIZED, formats_of, main_format
 from torch_pi2.graph.find import named
 from torch_pi2.layers.experts import SparseExperts, expert_groups
 from torch_pi2.layers.ffn import SparseFFN
@@ -120,7 +120,8 @@ def _kind_of_file(model: nn.Module) -> str:
     """``weights`` in the metadata of a file of ``model``: the format of its neurons, or of their down rows."""
     layers = sparse_layers(model)
     if layers:
-        return formats_of(format_name(getattr(layers[0], "weights", "float"), layers[0].neuron_rows.dtype))[1]
+        down = formats_of(format_name(getattr(layers[0], "weights", "float"), layers[0].neuron_rows.dtype))[1]
+        return main_format(down)
     found = weights_of(model)
     return found if found in QUANTIZED else QUANTIZED[0]
 

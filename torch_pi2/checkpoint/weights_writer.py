@@ -18,6 +18,7 @@ from torch_pi2.errors import NonFiniteError, check_made_from
 from torch_pi2.fitting.gptq_model import neuron_key
 from torch_pi2.formats import FLOATS, row_bytes
 from torch_pi2.ops.linear import ROWS as BLOCK_ROWS
+from torch_pi2.ops.quantize import ternary_rows
 from torch_pi2.ops.quantized import RelativeError
 from torch_pi2.ops.quantized import quantize as quantize_rows
 from torch_pi2.ops.rows import row_of_neurons
@@ -174,7 +175,10 @@ class Quantizer:
         """``values`` in format ``kind``, uint8, or the calibrated rows ``given`` for them."""
         if kind in FLOATS:
             return converted(values, DTYPES[kind], name).view(torch.uint8)
-        rows = quantize_rows(name, values, kind) if given is None else given
+        if given is not None:
+            rows = given
+        else:  # down rows are ternary only where all their numbers are
+            rows = ternary_rows(values) if kind == "tq2_0" else quantize_rows(name, values, kind)
         error.add(values, torch.ops.pi2.dequantize(rows, kind, values.shape[1], torch.float32))
         return rows
 

@@ -24,7 +24,7 @@ from torch_pi2.base.crc32c import continue_crc32c, crc32c
 from torch_pi2.base.dtypes import format_name
 from torch_pi2.base.package import __version__
 from torch_pi2.base.tensorfile import Spec
-from torch_pi2.formats import formats_of
+from torch_pi2.formats import formats_of, main_format
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.of_model import SparseLayer, layers_of
@@ -167,7 +167,7 @@ def write_store(path: Path, homes: Sequence[SparseLayer], plan: Plan, *, progres
     of_home = [layers_of(home) for home in homes]
     layers = [ffn for some in of_home for ffn in some]
     kinds = {ffn.site.key: kind_of(ffn) for ffn in layers}
-    kind = formats_of(next(iter(kinds.values())))[1]  # the default of layers
+    kind = main_format(formats_of(next(iter(kinds.values())))[1])  # the default of layers
     small = [_small_tensors(home) for home in homes]
     text = torch.frombuffer(bytearray(plan.to_json().encode()), dtype=torch.uint8)
     parts = {"pi2.plan": text} | {f"pi2.plan.{name}": order for name, order in plan.orders.items()}

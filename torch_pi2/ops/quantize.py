@@ -74,7 +74,11 @@ def pack(w_NGk: torch.Tensor, scale_NG1: torch.Tensor, weights: str) -> torch.Te
 
 
 def pack_integers(stored: torch.Tensor, scale_NG1: torch.Tensor, weights: str) -> torch.Tensor:
-    """As :func:`pack`, from the stored integers, int8 ``[N, G, 32]``."""
+    """As :func:`pack`, from the stored integers, int8 ``[N, G, 32]``; for ``tq2_0`` -1, 0 and 1, G a multiple of 8."""
+    if weights == "tq2_0":
+        q_NB24k = (stored + 1).view(torch.uint8).unflatten(1, (-1, 2, 4))
+        bits_NBb = (q_NB24k << torch.tensor([[0], [2], [4], [6]]).byte()).sum(-2, dtype=torch.uint8).flatten(2)
+        return torch.cat((bits_NBb, scale_NG1[:, ::8].half().contiguous().view(torch.uint8)), 2).flatten(1)
     if weights == "int4":
         low, high = (stored + 8).view(torch.uint8).chunk(2, -1)
         stored_bytes = low | high << 4
@@ -82,6 +86,13 @@ def pack_integers(stored: torch.Tensor, scale_NG1: torch.Tensor, weights: str) -
         stored_bytes = stored.view(torch.uint8)
     scale_bytes = scale_NG1.squeeze(-1).half().contiguous().view(torch.uint8)
     return torch.cat((stored_bytes.flatten(1), scale_bytes), 1)
+
+
+def ternary_rows(w: torch.Tensor) -> torch.Tensor:
+    """Rows ``[N, K]`` of numbers -d, 0 and d, with one d in each block of ``tq2_0``, in that format."""
+    w_NB8k = w.float().unflatten(1, (-1, 8, GROUP))
+    scale_NB1 = w_NB8k.abs().amax((2, 3))[..., None]
+    return pack_integers(w_NB8k.sign().to(torch.int8).flatten(1, 2), scale_NB1.repeat_interleave(8, 1), "tq2_0")
 
 
 def _half(scale: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from torch_pi2.base.progress import bar
 from torch_pi2.base.reading import PIECE
 from torch_pi2.base.tensorfile import Spec
 from torch_pi2.errors import StaleArtifactError
-from torch_pi2.formats import FORMATS, formats_of, neuron_shape, row_bytes
+from torch_pi2.formats import FORMATS, formats_of, has_two_formats, neuron_shape, row_bytes
 from torch_pi2.store.superblock import PAGE, SECTOR, LayerEntry, Superblock, hash_bytes
 from torch_pi2.store.weights import (
     BLOCKS_VERSION,
@@ -74,7 +74,7 @@ def format_fields(kind: str, hidden: int) -> dict[str, int]:
     """The fields of a :class:`LayerEntry` for the format, or pair of formats, of its neurons."""
     first, down = formats_of(kind)
     found = {"weights": FORMATS[first].code, "row_bytes": row_bytes(first, hidden), "down": 0, "down_row_bytes": 0}
-    if down != first:
+    if has_two_formats(kind):
         found |= {"down": FORMATS[down].code, "down_row_bytes": row_bytes(down, hidden)}
     return found
 

@@ -189,7 +189,7 @@ Tensor stored_experts(const Tensor& x, const Tensor& index, const Tensor& routin
   FfnArgs layer = common_shape(*offload, first_layer, experts);
   const Routed r = routed(x, index, routing, experts);
   check_hidden(x, layer.hidden);
-  STD_TORCH_CHECK(!int8_activations || is_quantized(layer.dtype_of_down()),
+  STD_TORCH_CHECK(!int8_activations || is_down_in_bytes(layer.dtype_of_down()),
                   "pi2: int8_activations: expected false with float weights, found true. Pack int4 or int8 weights.");
   const MaybeTensor gate = of_first(bias_gate, experts, "bias_gate"), up = of_first(bias_up, experts, "bias_up");
   const MaybeTensor down = of_first(bias_down, experts, "bias_down");

@@ -22,7 +22,9 @@ FfnArgs mixed_neurons(const Tensor& x, const Tensor& neuron_rows, const std::str
   args.hidden = x.dim() >= 1 ? x.size(x.dim() - 1) : 0;
   const std::string::size_type plus = weights.find('+');
   args.w_dtype = rows_dtype(weights.substr(0, plus), args.hidden);
-  args.down_dtype = quantized_dtype(weights.substr(plus + 1));
+  const std::string down_weights = weights.substr(plus + 1);
+  args.down_dtype =
+      down_weights == "tq2_0" && args.w_dtype == DType::kTQ2 ? DType::kTQ2 : quantized_dtype(down_weights);
   args.other_down = true;
   const bool bytes = neuron_rows.dim() == 2 && neuron_rows.scalar_type() == ScalarType::Byte &&
                      neuron_rows.is_contiguous() && neuron_rows.numel() > 0 && args.hidden > 0;
@@ -90,7 +92,7 @@ FfnArgs ffn_args(const Tensor& x, const Tensor& neuron_rows, const MaybeTensor& 
                   ". Check the plan.");
   args.neuron_rows = neuron_rows.const_data_ptr();
   args.n_hot = n_hot;
-  const ScalarType like = is_quantized(args.dtype_of_down()) ? ScalarType::Float : neuron_rows.scalar_type();
+  const ScalarType like = is_down_in_bytes(args.dtype_of_down()) ? ScalarType::Float : neuron_rows.scalar_type();
   args = with_settings(args, x, like, bias_gate, bias_up, bias_down, activation, activation_on_up, threshold,
                        int8_activations, thresholds);
   STD_TORCH_CHECK(
@@ -114,7 +116,7 @@ FfnArgs with_settings(FfnArgs args, const Tensor& x, ScalarType like, const Mayb
   STD_TORCH_CHECK(threshold >= 0, "pi2: threshold: expected 0 or more, found ", threshold, ". Check the plan.");
   args.x_dtype = float_dtype(x, "x");
   const char* wanted =
-      is_quantized(args.dtype_of_down()) ? "float32 (the weights are quantised)" : "that of neuron_rows";
+      is_down_in_bytes(args.dtype_of_down()) ? "float32 (the weights are quantised)" : "that of neuron_rows";
   args.bias_gate = bias_data(bias_gate, "bias_gate", args.neurons, like, wanted);
   args.bias_up = bias_data(bias_up, "bias_up", args.neurons, like, wanted);
   args.bias_down = bias_data(bias_down, "bias_down", args.hidden, like, wanted);

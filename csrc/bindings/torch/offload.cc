@@ -238,7 +238,7 @@ Tensor stored_ffn(const Tensor& x, int64_t store, int64_t layer, const MaybeTens
   STD_TORCH_CHECK(first >= 0 && first <= args.neurons, "pi2: first: expected 0 to ", args.neurons, ", found ", first,
                   ". Leave out neurons of this layer.");
   args.first = first;
-  STD_TORCH_CHECK(!int8_activations || is_quantized(args.dtype_of_down()),
+  STD_TORCH_CHECK(!int8_activations || is_down_in_bytes(args.dtype_of_down()),
                   "pi2: int8_activations: expected false with float weights, found true. Pack int4 or int8 weights.");
   args = with_settings(args, x, bias_type(args.dtype_of_down()), bias_gate, bias_up, bias_down, activation,
                        activation_on_up, threshold, int8_activations, thresholds);

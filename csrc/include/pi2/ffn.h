@@ -84,7 +84,7 @@ struct FfnArgs {
   bool more = false;               // the same layer will be called for further tokens of the same prompt
   bool piece = false;              // one of several calls for the same prompt
   DType w_dtype = DType::kF32;     // of gate and up rows, and of down rows unless other_down
-  DType down_dtype = DType::kF32;  // with other_down: quantised
+  DType down_dtype = DType::kF32;  // with other_down: in bytes
   bool other_down = false;
   std::int64_t neurons = 0;
   std::int64_t chunk =
@@ -115,7 +115,7 @@ struct FfnArgs {
     return size == 0 ? 0 : (neurons - chunk_base(first) + size - 1) / size;
   }
   DType dtype_of_down() const { return other_down ? down_dtype : w_dtype; }
-  DType bias_dtype() const { return is_quantized(dtype_of_down()) ? DType::kF32 : w_dtype; }
+  DType bias_dtype() const { return is_down_in_bytes(dtype_of_down()) ? DType::kF32 : w_dtype; }
   std::int64_t row_bytes() const { return pi2::row_bytes(w_dtype, hidden); }  // of gate and up
   std::int64_t down_offset() const { return (rows - 1) * row_bytes(); }       // in a neuron
   // Row r of a neuron in memory.

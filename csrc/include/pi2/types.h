@@ -29,6 +29,8 @@ constexpr int kDTypes = 13;
 constexpr bool is_quantized(DType dtype) { return dtype == DType::kQ4 || dtype == DType::kQ8; }
 // ggml's blocks: rows of linear layers as stored in files.
 constexpr bool is_ggml(DType dtype) { return dtype >= DType::kQ4_1; }
+// Formats of down rows that are bytes: those with axpy.
+constexpr bool is_down_in_bytes(DType dtype) { return is_quantized(dtype) || dtype == DType::kTQ2; }
 // Whether a number in a file is a valid format of neurons.
 constexpr bool is_dtype_of_neurons(std::uint32_t code) {
   return code <= static_cast<std::uint32_t>(DType::kQ8) && code != static_cast<std::uint32_t>(DType::kI8);
