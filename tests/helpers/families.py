@@ -11,7 +11,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -122,7 +122,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "esm": {"vocab_size": VOCAB, "pad_token_id": 1, "mask_token_id": 2},
     "esmc": {"num_key_value_heads": 4},
     "falcon_h1": {"mamba_d_ssm": 64, "mlp_multipliers": [0.7, 0.3]},
-    "gemma3n_text": {"num_kv_shared_layers": 0, "layer_types": ["full_attention"] * 2, "laurel_rank": 4},
+    "gemma3n_text": {
+        "num_kv_shared_layers": 0,
+        "layer_types": ["full_attention"] * LAYERS,
+        "intermediate_size": [INTERMEDIATE] * LAYERS,
+        "laurel_rank": 4,
+    },
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2},
     "hunyuan_v1_dense": {"head_dim": 8},
@@ -161,6 +166,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "num_attention_heads": [1, 2],
         "mlp_ratios": [2, 2],
     },
+    "switch_transformers": {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
     "swin": {"num_heads": [2, 4], "depths": [1, 1], "embed_dim": 16, "window_size": 2, "patch_size": 4},
     "swinv2": {"num_heads": [2, 4], "depths": [1, 1], "embed_dim": 16, "window_size": 2, "patch_size": 4},
     "xlstm": {"hidden_size": 4 * HIDDEN, "embedding_dim": 4 * HIDDEN},  # whose heads are multiples of 64 in all
@@ -179,7 +185,15 @@ QUICK = ("bert", "falcon", "gemma2", "llama", "mixtral", "opt", "phi3", "t5", "v
 
 
 @dataclass(frozen=True)
-class Row:
+class Cells:
+    """A line of a page's table; the first field names it."""
+
+    def line(self) -> str:
+        return f"| {' | '.join(astuple(self))} |"
+
+
+@dataclass(frozen=True)
+class Row(Cells):
     """What came of one family."""
 
     family: str
@@ -188,9 +202,6 @@ class Row:
     formula: str = "-"
     equal: str = "-"
     reason: str = ""
-
-    def line(self) -> str:
-        return f"| {self.family} | {self.task} | {self.found} | {self.formula} | {self.equal} | {self.reason} |"
 
 
 @cache
@@ -236,8 +247,8 @@ def _merged(fields: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def tiny_family(family: str) -> nn.Module:
-    """A random model of it, float32, whose matrices are large enough for a wrong layer to show."""
+def tiny_family(family: str, **more: Any) -> nn.Module:
+    """A random model of it, float32, whose matrices are large enough for a wrong layer to show; ``more``: fields."""
     import transformers
     from transformers import CONFIG_MAPPING
 
@@ -245,7 +256,7 @@ def tiny_family(family: str) -> nn.Module:
     config_class = CONFIG_MAPPING[family]
     default = config_class()
     layers = getattr(default, "num_hidden_layers", 0)
-    config = config_class(**_merged(tiny_fields(default, layers=layers), OVERRIDES.get(family, {})))
+    config = config_class(**_merged(tiny_fields(default, layers=layers), OVERRIDES.get(family, {}) | more))
     torch.manual_seed(0)
     model_class: Any = getattr(transformers, class_name)
     if not isinstance(config, model_class.config_class):  # the language model of something larger
@@ -389,9 +400,9 @@ def page(rows: list[Row]) -> str:
     return "\n".join([HEAD.rstrip(), head, *table, *(row.line() for row in rows), ""])
 
 
-def committed() -> dict[str, str]:
-    """Family -> its line in the committed page."""
-    lines = PAGE.read_text().splitlines()
+def committed(page: Path = PAGE) -> dict[str, str]:
+    """Family -> its line in the committed ``page``."""
+    lines = page.read_text().splitlines()
     return {line.split("|")[1].strip(): line for line in lines if line.startswith("| ") and "| family |" not in line}
 
 

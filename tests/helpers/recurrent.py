@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import rwkv7s
 import torch
-from families import VOCAB, families, tiny_family, write
+from families import VOCAB, Cells, families, tiny_family, write
+from families import committed as committed_in
 from torch import nn
 
 from torch_pi2.decode.decoder import Decoder
@@ -29,7 +30,7 @@ PROMPT, NEW = 11, 14
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Cells):
     family: str
     layers: str
     steps: str
@@ -39,9 +40,6 @@ class Row:
     joins: str = "-"
     forks: str = "-"
     drafts: str = "-"
-
-    def line(self) -> str:
-        return f"| {' | '.join(astuple(self))} |"
 
 
 def with_states() -> list[str]:
@@ -70,10 +68,11 @@ def prompt(tokens: int = PROMPT, seed: int = 1) -> torch.Tensor:
     return torch.randint(3, VOCAB - 8, (1, tokens), generator=torch.Generator().manual_seed(seed))
 
 
-def usual(model: Any, ids_1T: torch.Tensor, new: int = NEW) -> torch.Tensor:
-    """The logits of transformers' own greedy answer, ``[new, V]``."""
+def usual(model: Any, ids_1T: torch.Tensor, new: int = NEW, **more: Any) -> torch.Tensor:
+    """The logits of transformers' own greedy answer, ``[new, V]``; ``more``: arguments of ``generate``."""
     model.generation_config.eos_token_id = None
-    made = model.generate(ids_1T, max_new_tokens=new, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    settings = {"max_new_tokens": new, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    made = model.generate(ids_1T, **settings | more)
     return torch.cat(made.logits)
 
 
@@ -204,10 +203,8 @@ def page(rows: list[Row]) -> str:
     return "\n".join([HEAD, *table, *(row.line() for row in rows), ""])
 
 
-def committed() -> dict[str, str]:
-    """Family -> its line in the committed page."""
-    lines = PAGE.read_text().splitlines()
-    return {line.split("|")[1].strip(): line for line in lines if line.startswith("| ") and "| family |" not in line}
+#: Family -> its line in the committed page.
+committed = partial(committed_in, PAGE)
 
 
 def main() -> None:

@@ -68,7 +68,7 @@ def quantize(
 
     Feed-forward layers become neurons, other linear layers rows; embeddings, norms and small layers stay as they are.
     The result equals that of ``optimize(model, weights=...)`` and ``save``. A feed-forward layer that cannot be made
-    sparse, or not be replaced without its weights in memory, becomes plain linear layers; a warning, the plan and the
+    sparse, or has no exact zeros and is code of its block, becomes plain linear layers; a warning, the plan and the
     loaded model's ``torch_pi2.left`` give the reason. A folder written by :func:`torch_pi2.save` keeps its plan and
     predictors; in any other, neurons keep the model's order and use the exact gate (with smooth activations all are
     computed). Weights are read matrix by matrix.

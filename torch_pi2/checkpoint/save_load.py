@@ -34,6 +34,7 @@ from torch_pi2.distributed.join import own_shard
 from torch_pi2.distributed.shard_store import refuse_shards
 from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error, StaleArtifactError, UnsupportedModelError
 from torch_pi2.layers.experts import expert_groups
+from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import homes
 from torch_pi2.predict.file import FittedPredictors, save_predictors
 from torch_pi2.rewrite.gpu import checked_memory, hot_on_gpu
@@ -99,7 +100,7 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
     with replacing_folder(folder) as staging:
         keep_card(folder, staging)
         if quantised:
-            parts = replace(parts, plan=save_weights(model, parts.plan, staging / PI2_FOLDER))
+            save_weights(model, parts.plan, staging / PI2_FOLDER)
             save_without_weights(model, staging)
         else:
             with adding_checks(staging):
@@ -354,7 +355,10 @@ def load_dense(folder: str | Path, *, dtype: torch.dtype | None = None, trust_re
     sparse: Any = load_sparse(folder, plan, predictors, LoadSettings(dtype=dtype, trust_remote_code=trust_remote_code))
     kind = next(sparse.parameters()).dtype
     values = sparse.state_dict()
-    model = skeleton(folder, dtype=kind, config=sparse.config, trust_remote_code=trust_remote_code)
+    model: Any = skeleton(folder, dtype=kind, config=sparse.config, trust_remote_code=trust_remote_code)
+    if isinstance(sparse.get_output_embeddings(), QuantLinear):  # which is tied to no embedding
+        head = model.get_output_embeddings()
+        head.weight = nn.Parameter(head.weight.detach(), requires_grad=False)
 
     def read(name: str, like: torch.Tensor) -> torch.Tensor | None:
         value: torch.Tensor | None = values.get(name)

@@ -14,20 +14,19 @@ from torch_pi2.base.dtypes import DTYPES, check_computed, format_name
 from torch_pi2.base.fields import argument
 from torch_pi2.base.memory import trim
 from torch_pi2.base.offloaded import OffloadedParameter
-from torch_pi2.base.progress import bar, log
+from torch_pi2.base.progress import bar
 from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.base.units import parse_bytes
-from torch_pi2.checkpoint.stored import bound_plan
 from torch_pi2.distributed.pipeline_parallel import remove_other_blocks
 from torch_pi2.errors import ArtifactError, ConfigError, UnsupportedModelError
 from torch_pi2.formats import ACTIVATIONS, FLOAT, QUANTIZED, formats_of, main_format
-from torch_pi2.graph.find import named
 from torch_pi2.layers.experts import SparseExperts, expert_groups
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.linear import QuantEmbedding, QuantLinear, can_stand_for
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.constants import wants_blocks
+from torch_pi2.rewrite.linears import untie
 from torch_pi2.rewrite.place import check_sizes, place, strategies_used
 from torch_pi2.rewrite.rewrite import predictor_tensors
 from torch_pi2.rewrite.skeleton import check_filled, fill, places, put, skeleton
@@ -126,11 +125,9 @@ def _kind_of_file(model: nn.Module) -> str:
     return found if found in QUANTIZED else QUANTIZED[0]
 
 
-def save_weights(model: nn.Module, plan: Plan, folder: Path) -> Plan:
-    """Write ``weights.safetensors`` of ``model`` into ``folder``; the neurons of a float model are floats.
-
-    Layers that can only be replaced with weights in memory are saved dense, in floats, with a warning. Returns the plan
-    of the others. Raises UnsupportedModelError: not a Hugging Face model, or no other layers.
+def save_weights(model: nn.Module, plan: Plan, folder: Path) -> None:
+    """Write ``weights.safetensors`` of ``model`` into ``folder``; the neurons of a float model are floats. Raises
+    UnsupportedModelError: not a Hugging Face model.
     """
     if not hasattr(model, "save_pretrained"):
         what = f"saving a quantised {type(model).__name__}"
@@ -144,24 +141,8 @@ def save_weights(model: nn.Module, plan: Plan, folder: Path) -> Plan:
     tensors: dict[str, torch.Tensor] = {f"{name}.weight": linear.rows for name, linear in linears.items()}
     tensors |= {f"{name}.weight": embedding.rows for name, embedding in embeddings.items()}
     tensors |= {f"{name}.bias": linear.bias for name, linear in linears.items() if linear.bias is not None}
-    layers: list[SparseFFN] = []
-    strategies: dict[str, str] = {}
-    dense: dict[str, str] = {}
-    taken = strategies_used(model)
-    for layer in sparse_layers(model):
-        if (way := taken.get(layer.site.experts or layer.site.key)) is None:
-            dense[layer.site.key] = "it exchanges lazy tensors with code of its block"
-            tensors |= layer.dense_values()
-        else:
-            strategies[layer.site.key] = way
-            layers.append(layer)
-    if dense and not strategies:
-        what = f"saving a quantised {type(model).__name__}"
-        expected = "modules that compute a feed-forward layer, or chains of modules"
-        fix = "Move the FFN into a module of its own, or save the float model."
-        raise UnsupportedModelError(what, expected=expected, found=named(dense), fix=fix)
-    if dense:
-        log.warning("left dense in the folder, as floats: %s", named(dense))
+    layers, taken = sparse_layers(model), strategies_used(model)
+    strategies = {layer.site.key: taken.get(layer.site.experts or layer.site.key, "lazy") for layer in layers}
     for layer in layers:
         tensors[f"{layer.site.key}.bundles"] = layer.neuron_rows.view(torch.uint8)
         rows_of[f"{layer.site.key}.bundles"] = layer
@@ -177,7 +158,6 @@ def save_weights(model: nn.Module, plan: Plan, folder: Path) -> Plan:
     with TensorWriter(folder / WEIGHTS_FILE, specs, about) as out:
         for name, tensor in tensors.items():
             out.write(name, rows_of[name].in_row_order().view(torch.uint8) if name in rows_of else tensor)
-    return bound_plan(plan, strategies, dense, plan.model_hash)
 
 
 def save_without_weights(model: Any, folder: Path) -> None:
@@ -316,7 +296,7 @@ def load_sparse(
     if getattr(hf, "tie_word_embeddings", False):
         head = model.get_output_embeddings()  # type: ignore[operator]
         if any(model.get_submodule(name) is head for name in weights.linears):  # it has its own weights
-            hf.tie_word_embeddings = False
+            untie(hf)
     trim()
     return model
 

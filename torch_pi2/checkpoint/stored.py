@@ -24,6 +24,7 @@ from torch_pi2.base.progress import bar, log
 from torch_pi2.base.tensorfile import Spec
 from torch_pi2.errors import DtypeError, UnsupportedModelError
 from torch_pi2.layers.experts import expert_groups
+from torch_pi2.ops.activations import exact_zeros
 from torch_pi2.rewrite.place import TRIED_EXPERTS, tried_strategy
 from torch_pi2.rewrite.skeleton import check_filled, fill, now, places, put, skeleton
 from torch_pi2.rewrite.strategies import log_skipped
@@ -227,7 +228,7 @@ class Stored:
         for group in expert_groups(plan.layers):
             form, keys = _form(group), [layer.site.key for layer in group]
             if form not in by_form:
-                by_form[form] = self._try(group, needed)
+                by_form[form] = self._try(group, needed or exact_zeros(group[0].site.activation))
             found = by_form[form]
             if isinstance(found, str):
                 strategies |= dict.fromkeys(keys, found)

@@ -182,6 +182,20 @@ def all_experts(model: nn.Module) -> tuple[dict[str, ExpertsForm], dict[str, str
     return known, unknown
 
 
+def expert_lists(model: nn.Module) -> dict[str, list[str]]:
+    """Name -> children of containers that call modules of one form by their router's choice (Switch, NLLB-MoE)."""
+    found: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        arguments = _arguments(module) if isinstance(module, nn.ModuleDict | nn.ModuleList) else ()
+        if not name or len(arguments) != len(ARGUMENTS) or arguments[0] not in ARGUMENTS[0]:
+            continue
+        children = dict(module.named_children())
+        forms = {(type(m), tuple((n, p.shape) for n, p in m.named_parameters())) for m in children.values()}
+        if len(children) > 1 == len(forms) and any(isinstance(m, nn.Linear) for m in module.modules()):
+            found[name] = list(children)
+    return found
+
+
 def check_known_experts(what: str, model: nn.Module) -> None:
     """Raises UnsupportedModelError if a module of experts in ``model`` has an unknown form."""
     reasons: dict[str, None] = {}

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from torch_pi2.base.dtypes import stands_for_another
@@ -20,12 +21,12 @@ from torch_pi2.base.offloaded import OffloadedParameter
 from torch_pi2.base.progress import log
 from torch_pi2.errors import NoFFNFoundError, Pi2Error, UnsupportedModelError
 from torch_pi2.graph.capture import CapturedGraph, capture, example_inputs
-from torch_pi2.graph.experts import all_experts, expert_sites, without_experts
+from torch_pi2.graph.experts import all_experts, expert_lists, expert_sites, without_experts
 from torch_pi2.graph.match import Match, Projection, Seen, Tensors, match_ffns
 from torch_pi2.graph.operations import op_name
 from torch_pi2.graph.skipped import not_reached, skipped_layers
 from torch_pi2.ops.activations import ACTIVATIONS, scaled
-from torch_pi2.types.site import ExpertsForm, FFNSite
+from torch_pi2.types.site import ExpertsForm, FFNSite, LinearRef
 
 _FSDP = "FullyShardedDataParallel"
 
@@ -112,7 +113,8 @@ def search(
     if not args and not kwargs:
         kwargs = example_inputs(model)
     experts, unknown_experts = all_experts(model)
-    with without_experts(model, experts):
+    lists = expert_lists(model)
+    with without_experts(model, [*experts, *lists]):
         graphs = capture(model, args, kwargs, on_meta=on_meta)
     for graph in graphs:
         buffers = {node: t for node, t in graph.tensors.items() if id(t) in buffer_names}
@@ -129,8 +131,12 @@ def search(
         for projections, computed in seen.unknown:
             unknown[_owner_of(graph.tensors, names, projections)] = f"another formula, of {computed}"
     reached = {id(tensor) for graph in graphs for tensor in graph.tensors.values()}
-    left |= not_reached(model, reached, experts)
-    sites = _with_experts(model, sites, experts)
+    left |= not_reached(model, reached, [*experts, *lists])
+    for name, children in lists.items():
+        listed, reason = _in_list(model.get_submodule(name), name, children, on_meta)
+        sites += listed
+        left |= {f"{name}.{child}": reason for child in children if reason}
+    sites = _with_experts(model, sites, experts, lists)
     other = unknown_experts | _unusable(model, sites)
     sites = [site for site in sites if site.owner not in other]
     refused: Pi2Error | None = None
@@ -193,9 +199,35 @@ def _owner_of(tensors: Tensors, names: Names, projections: Sequence[Projection])
     return owner.partition(".parametrizations")[0] or ", ".join(chosen)
 
 
-def _with_experts(model: nn.Module, sites: list[FFNSite], forms: Mapping[str, ExpertsForm]) -> list[FFNSite]:
+def _in_list(container: nn.Module, name: str, children: list[str], on_meta: bool) -> tuple[list[FFNSite], str]:
+    """The site of each of ``children``, as in the first, which runs alone; or why there is none."""
+    first = container.get_submodule(children[0])
+    weight = next(part.weight for part in first.modules() if isinstance(part, nn.Linear))
+    x_BTH = torch.zeros((2, 8, weight.shape[1]), dtype=weight.dtype, device=weight.device)
+    try:
+        found = search(first, (x_BTH,), {}, on_meta=on_meta, warn=False)
+    except Pi2Error as error:
+        return [], f"{type(container).__name__}: experts of an unknown form; {error.found}"
+    if [site.owner for site in found.sites] != [""]:
+        return [], f"{type(container).__name__}: experts that compute something else as well"
+
+    def within(child: str, ref: LinearRef | None) -> Any:
+        bias = None if ref is None or ref.bias is None else f"{child}.{ref.bias}"
+        return None if ref is None else replace(ref, weight=f"{child}.{ref.weight}", bias=bias)
+
+    (site,), made = found.sites, []
+    for child in (f"{name}.{child}" for child in children):
+        refs = {role: within(child, getattr(site, role)) for role in ("gate", "up", "down")}
+        inner = tuple(f"{child}.{part}" for part in site.inner)
+        made.append(replace(site, key=child, owner=child, inner=inner, **refs))
+    return made, ""
+
+
+def _with_experts(
+    model: nn.Module, sites: list[FFNSite], forms: Mapping[str, ExpertsForm], lists: Mapping[str, Any]
+) -> list[FFNSite]:
     """``sites`` and those of experts, in order of registration of their parameters."""
-    if not forms:
+    if not forms and not lists:
         return sites
     classes = {name: type(model.get_submodule(name)).__name__ for name in forms}
     experts = [site for name, form in forms.items() for site in expert_sites(name, form, classes[name])]

@@ -6,7 +6,6 @@ import functools
 import inspect
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +101,8 @@ def _write(model: Any, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with replacing_folder(folder / PI2_FOLDER) as staging:
         if store is None:
-            save_parts(replace(parts, plan=save_weights(model, parts.plan, staging)), staging)
+            save_weights(model, parts.plan, staging)
+            save_parts(parts, staging)
         else:
             for path in store.path.parent.iterdir():
                 if path.is_file():

@@ -42,8 +42,12 @@ _gathered_experts: Any = None
 
 
 #: Operator -> its CUDA kernel.
-_KERNELS: tuple[Callable[..., torch.Tensor], ...] = (gpu.sparse_ffn, gpu.predicted_ffn, gpu.linear, dequantize)
-_ON_A_GPU = {kernel.__name__: kernel for kernel in _KERNELS}
+_ON_A_GPU: dict[str, Callable[..., torch.Tensor]] = {
+    "sparse_ffn": gpu.sparse_ffn,
+    "predicted_ffn": gpu.predicted_ffn,
+    "linear": gpu.linear,
+    "dequantize": dequantize,
+}
 
 
 def load() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ from torch_pi2.base.offloaded import free_storage
 from torch_pi2.base.progress import bar, log
 from torch_pi2.errors import NoFFNFoundError
 from torch_pi2.graph.capture import capture, example_inputs
-from torch_pi2.graph.experts import all_experts, without_experts
+from torch_pi2.graph.experts import all_experts, expert_lists, without_experts
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.ops.quantized import check_importance, check_quantizable
 from torch_pi2.profiling.data import Batch
@@ -122,7 +123,7 @@ def _run(model: nn.Module, example: Batch | None, on_meta: bool) -> None:
             model(**example_inputs(model))
         else:
             inputs = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in example_inputs(model).items()}
-            with without_experts(model, all_experts(model)[0]):
+            with without_experts(model, [*all_experts(model)[0], *expert_lists(model)]):
                 with suppress(Exception):  # with a whole mask, as transformers reads the values of others
                     tokens = inputs["input_ids"].shape[-1]
                     mask = torch.empty(1, 1, tokens, tokens, dtype=torch.bool, device="meta")
@@ -173,9 +174,8 @@ def quantize_linears(
         made[name].use_blocks()  # in place, before it is installed: an interruption would leave wrong rows
     replace_modules(model, {linears[name]: quantised for name, quantised in made.items()})
     in_use = {id(parameter) for parameter in model.parameters()}
-    config, tied = getattr(model, "config", None), any(id(linear.weight) in in_use for linear in linears.values())
-    if tied and getattr(config, "tie_word_embeddings", False):
-        config.tie_word_embeddings = False  # type: ignore[union-attr]
+    if any(id(linear.weight) in in_use for linear in linears.values()):
+        untie(getattr(model, "config", None))
     for name, linear in linears.items():
         # captured graphs and callers may hold the parameters, but not their memory
         for local, parameter in linear.named_parameters():
@@ -183,6 +183,14 @@ def quantize_linears(
                 free_storage(parameter, f"{name}.{local}", parameter)
     linears.clear()
     return errors
+
+
+def untie(config: Any) -> None:
+    """The output layer has rows of its own now. Of an encoder-decoder the configuration stays, which also ties the
+    embeddings to each other, and by which Switch scales what the output layer reads.
+    """
+    if getattr(config, "tie_word_embeddings", False) and not getattr(config, "is_encoder_decoder", False):
+        config.tie_word_embeddings = False
 
 
 def _output_error(linear: nn.Linear, made: QuantLinear, x_TK: torch.Tensor | None) -> float | None:
