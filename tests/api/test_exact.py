@@ -10,7 +10,7 @@ import pytest
 from exact import FAMILIES, QUICK, Row, committed, judge
 
 #: Columns that take more than a second or two.
-COSTLY = ("compiled", "int8", "gptq", "quantized", "bundle")
+COSTLY = ("compiled", "int8", "gptq", "quantized", "stored", "bundle")
 
 
 def cells(line: str) -> dict[str, str]:
