@@ -261,7 +261,7 @@ def _runs_to(call: Any, probes: Sequence[Probe]) -> str | None:
             with coverage:
                 found = call(x.clone())
         except Exception as error:  # e.g. a block with more arguments, or a container without forward
-            return f"raises {type(error).__name__}"
+            return f"raises {type(error).__name__}: {' '.join(str(error).split())[:200]}"
         if not same_tokens(found, y):
             return "computes something else as well"
     missed = coverage.missed()
