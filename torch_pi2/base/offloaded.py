@@ -271,11 +271,8 @@ def _load_from_state_dict(module: Any, state_dict: Mapping[str, Any], prefix: st
 #: Attribute of a module whose values are in several sparse layers, of which ``owner`` is the last.
 _SHARED = "_pi2_shared"
 
-_METHODS: dict[str, Callable[..., Any]] = {
-    "_apply": apply_without_offloaded,
-    "_save_to_state_dict": _save_to_state_dict,
-    "_load_from_state_dict": _load_from_state_dict,
-}
+_METHODS: dict[str, Callable[..., Any]] = {fn.__name__: fn for fn in (_save_to_state_dict, _load_from_state_dict)}
+_METHODS["_apply"] = apply_without_offloaded
 
 
 def offload(

@@ -60,22 +60,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     have = set(flags.group(1).split()) if flags else set()
     cpu_name = name.group(1) if name else platform.processor() or platform.machine()
     cpu = {"name": cpu_name, "features": [flag for flag in _FLAGS if flag in have]}
-    return {
-        "ok": library["loaded"] and not (target and target["problems"]),
-        "versions": {
-            "torch_pi2": _version("torch-pi2"),
-            "python": platform.python_version(),
-            **{name: _version(name) for name in _PACKAGES},
-        },
-        "platform": platform.platform(),
-        "cpu": cpu,
-        "cores": cores(),
-        "threads": torch.get_num_threads(),
-        "library": library,
-        "extras": _extras(),
-        "target": target,
-        "hardware": profile,
-    }
+    versions = {"torch_pi2": _version("torch-pi2"), "python": platform.python_version()}
+    versions |= {name: _version(name) for name in _PACKAGES}
+    here = {"platform": platform.platform(), "cpu": cpu, "cores": cores(), "threads": torch.get_num_threads()}
+    found = {"library": library, "extras": _extras(), "target": target, "hardware": profile}
+    good = library["loaded"] and not (target and target["problems"])
+    return {"ok": good, "versions": versions, **here, **found}
 
 
 def _hardware(args: argparse.Namespace) -> dict[str, Any]:
@@ -188,16 +178,10 @@ def render(result: dict[str, Any]) -> str:
     found = target["problems"] if target else []
     problems = [f"  {p['what']}: expected {p['expected']}, found {p['found']}\n    {p['fix']}" for p in found]
     head = "cannot be exported for yet:" if problems else "can be exported for here"
-    return "\n".join(
-        (
-            *(f"{name:10} {text}" for name, text in lines.items() if text),
-            "",
-            common.records(extras, ("extra", "missing", "install")) if extras else "extras: unknown without pip",
-            *([] if target is None else ["", f"target     {target['name']}: {head}", *problems]),
-            "",
-            "all is well" if result["ok"] else "something is wrong: see above",
-        )
-    )
+    shown = [f"{name:10} {text}" for name, text in lines.items() if text]
+    table = common.records(extras, ("extra", "missing", "install")) if extras else "extras: unknown without pip"
+    shown += ["", table, *([] if target is None else ["", f"target     {target['name']}: {head}", *problems])]
+    return "\n".join([*shown, "", "all is well" if result["ok"] else "something is wrong: see above"])
 
 
 def _render_hardware(found: dict[str, Any] | None) -> str:

@@ -136,11 +136,8 @@ def render(result: dict[str, Any]) -> str:
         summary += f"loss {result['loss_change']:+.3%}; "
     if "sparse" in result:
         summary += f"{result['sparse']['tokens']} tokens ({common.size(result['sparse']['bytes'])}) scored; "
-    tasks = [
-        {"task": task, "model": name, **{metric: f"{figure:.4f}" for metric, figure in figures.items()}}
-        for task, found in result.get("lm_eval", {}).items()
-        for name, figures in found.items()
-    ]
+    by_task = [(task, *pair) for task, found in result.get("lm_eval", {}).items() for pair in found.items()]
+    tasks = [{"task": task, "model": name} | {k: f"{v:.4f}" for k, v in of.items()} for task, name, of in by_task]
     if tasks:
         tables.append(common.records(tasks, list(dict.fromkeys(name for row in tasks for name in row))))
     if result.get("store"):

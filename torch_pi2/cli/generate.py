@@ -100,17 +100,10 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     more: dict[str, Any] = {"shown": True} if shown else {}
     if len(texts) > 1 or output.drafts is not None:
         more |= {"texts": texts, "sequences_by_step": output.batches, "drafts": output.drafts and asdict(output.drafts)}
-    return {
-        "prompt": args.prompt,
-        "text": texts[0],
-        "prompt_tokens": len(prompt),
-        "new_tokens": count,
-        "ms_per_token": elapsed * 1e3 / max(1, count),
-        "sparse": plan is not None and any(layer.method != "dense" for layer in plan.layers),
-        "store": models.of_store(model),
-        "trace": recorded and recorded.summary(),
-        **more,
-    }
+    sparse = plan is not None and any(layer.method != "dense" for layer in plan.layers)
+    result = {"prompt": args.prompt, "text": texts[0], "prompt_tokens": len(prompt), "new_tokens": count}
+    result |= {"ms_per_token": elapsed * 1e3 / max(1, count), "sparse": sparse, "store": models.of_store(model)}
+    return result | {"trace": recorded and recorded.summary(), **more}
 
 
 def _by_transformers(model: Any, inputs: Any, tokenizer: Any, args: argparse.Namespace, ends: list[int]) -> Generated:

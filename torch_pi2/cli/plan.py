@@ -113,24 +113,15 @@ def _for_machine(args: argparse.Namespace) -> dict[str, Any]:
     steps = (args.batches or BATCHES, args.context or 1024, bool(args.fixed_hot_set))
     request = Request(shape, hardware, budget, theirs, *steps)
     solved = solve(request, progress=not args.quiet)
-    facts = {
-        **solved.made_for,
-        **{name: getattr(solved, name) for name in ("budget_bytes", "accelerator_bytes", "context", "cluster")},
-        "offload": dict(solved.offload),
-        "threads": dict(solved.threads),
-        "dense_from": list(solved.prompt.dense_from),
-    }
-    buckets = [
-        {
-            "batch": bucket.batch,
-            "tokens_per_s": bucket.batch * 1e3 / bucket.total_ms,
-            "ms": dict(bucket.ms),
-            "total_ms": bucket.total_ms,
-            **{name: sum(getattr(bucket, name)) for name in ("hot", "accelerator", "resident")},
-            "cache_bytes": bucket.cache_bytes,
-        }
-        for bucket in solved.buckets
-    ]
+    names = ("budget_bytes", "accelerator_bytes", "context", "cluster")
+    facts = {**solved.made_for, **{name: getattr(solved, name) for name in names}, "offload": dict(solved.offload)}
+    facts |= {"threads": dict(solved.threads), "dense_from": list(solved.prompt.dense_from)}
+    buckets = []
+    for bucket in solved.buckets:
+        times = {"ms": dict(bucket.ms), "total_ms": bucket.total_ms}
+        speed = {"batch": bucket.batch, "tokens_per_s": bucket.batch * 1e3 / bucket.total_ms}
+        counts = {name: sum(getattr(bucket, name)) for name in ("hot", "accelerator", "resident")}
+        buckets.append(speed | times | counts | {"cache_bytes": bucket.cache_bytes})
     result: dict[str, Any] = {"out": None, "hardware": facts, "buckets": buckets}
     if args.out is not None:
         with_hardware(without_hot(plan), solved).save(args.out)

@@ -37,17 +37,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     preload = False if args.empty else None
     caches = replay.replay_all(accesses, policies, slots, progress=not args.quiet, preload=preload)
     again = replay.as_run(accesses) if accesses.run["whole"] else None
-    return {
-        "file": str(args.file),
-        "model_hash": accesses.model_hash,
-        "calls": len(accesses.layers),
-        "passes": accesses.passes,
-        "neurons": sum(layer.neurons for layer in accesses.stored),
-        "slots": accesses.slots,
-        "run": accesses.run,
-        "as_run": again and {**vars(again), "same": again.hits == accesses.run["hits"]},
-        "caches": [vars(cache) for cache in caches],
-    }
+    same = again and {**vars(again), "same": again.hits == accesses.run["hits"]}
+    counts = {"calls": len(accesses.layers), "passes": accesses.passes}
+    counts |= {"neurons": sum(layer.neurons for layer in accesses.stored), "slots": accesses.slots}
+    found = {"run": accesses.run, "as_run": same, "caches": [vars(cache) for cache in caches]}
+    return {"file": str(args.file), "model_hash": accesses.model_hash, **counts, **found}
 
 
 def render(result: dict[str, Any]) -> str:

@@ -103,14 +103,9 @@ class Lanes(nn.Module):
         slots: Any = self.slots
         seen_B1TL = slots[None, None, None, : 1 if self.ours else None] <= positions_BT[:, None, :, None]
         with exportable_attention(self.model, layers):
-            output = self.model(
-                input_ids=ids_BT,
-                position_ids=positions_BT,
-                attention_mask=torch.where(seen_B1TL, 0.0, float("-inf")),
-                use_cache=True,
-                logits_to_keep=last,
-                **{cache_name(self.model): Cache(layers=layers)},
-            )
+            how: Any = {"use_cache": True, "logits_to_keep": last, cache_name(self.model): Cache(layers=layers)}
+            mask = torch.where(seen_B1TL, 0.0, float("-inf"))
+            output = self.model(input_ids=ids_BT, position_ids=positions_BT, attention_mask=mask, **how)
         return output.logits
 
 

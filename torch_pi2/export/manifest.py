@@ -34,14 +34,9 @@ METHOD_KINDS = ("forward", "prefill", "decode", "fork")
 CHUNK_NEURONS = 512
 
 #: Fields with another path in the file than their name.
-_PLACES = {
-    "class_name": ("class",),
-    "pte_bytes": ("bytes", "pte"),
-    "store_bytes": ("bytes", "store"),
-    "ffn_bytes": ("bytes", "ffn"),
-    "fixed_bytes": ("memory", "fixed_bytes"),
-    "token_bytes": ("memory", "token_bytes"),
-}
+_PLACES: dict[str, tuple[str, ...]] = {"class_name": ("class",)}
+_PLACES |= {f"{part}_bytes": ("bytes", part) for part in ("pte", "store", "ffn")}
+_PLACES |= {name: ("memory", name) for name in ("fixed_bytes", "token_bytes")}
 _FIX = "Use the torch_pi2 that wrote it, or export again."
 #: The first line: the checksum of all following bytes.
 _FIRST_LINE = re.compile(rb'\{"crc32c": "([0-9a-f]{8})",\n')

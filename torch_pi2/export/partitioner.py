@@ -296,12 +296,9 @@ def _delegated(programs: Mapping[str, torch.export.ExportedProgram], partitioner
     nodes = (node for key in programs for node in edge.exported_program(key).graph.nodes)
     if not any(getattr(node.target, "_op", None) in whole for node in nodes):
         return edge
-    return to_edge_transform_and_lower(
-        dict(programs),
-        partitioner={key: [partitioner] for key, partitioner in partitioners.items()},
-        constant_methods=dict(constants),
-        compile_config=EdgeCompileConfig(**settings),
-    )
+    by_method = {key: [partitioner] for key, partitioner in partitioners.items()}
+    how: Any = {"constant_methods": dict(constants), "compile_config": EdgeCompileConfig(**settings)}
+    return to_edge_transform_and_lower(dict(programs), partitioner=by_method, **how)
 
 
 def _check_delegated(edge: Any, calls: Mapping[str, int], name: str) -> None:

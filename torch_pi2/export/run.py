@@ -392,11 +392,8 @@ def _cache_kib(manifest: Manifest, folder: Path, budget: int) -> int:
 #: Options are global until a store is opened: one program at a time sets them.
 _OPENING = threading.Lock()
 #: ExecuTorch's codes of input dtypes.
-_DTYPES: Mapping[int, torch.dtype] = dict(
-    enumerate(
-        (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64)
-    )
-) | {11: torch.bool, 15: torch.bfloat16}
+_NUMBERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64)
+_DTYPES: Mapping[int, torch.dtype] = {**dict(enumerate(_NUMBERS)), 11: torch.bool, 15: torch.bfloat16}
 
 
 class Program:

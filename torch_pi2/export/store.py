@@ -192,17 +192,11 @@ def write_store(path: Path, homes: Sequence[SparseLayer], plan: Plan, *, progres
 
         keys = (home.site.key for home in homes)
         places = tuple({role: place(key, role, t) for role, t in own.items()} for key, own in zip(keys, small))
-    return StoreFacts(
-        path.name,
-        block.file_bytes,
-        _header_crc(path),
-        block.model_hash,
-        places,
-        (0, *accumulate(map(len, of_home)))[:-1],
-        sum(ffn.site.intermediate * store.neuron_bytes[ffn.site.key] for ffn in layers),
-        tuple(store.slots[ffn.site.key] // store.cluster for ffn in layers),
-        sum(tensor.nbytes for tensors in small for tensor in tensors.values()),
-    )
+    ffn_bytes = sum(ffn.site.intermediate * store.neuron_bytes[ffn.site.key] for ffn in layers)
+    neuron_bytes = tuple(store.slots[ffn.site.key] // store.cluster for ffn in layers)
+    kept_bytes = sum(tensor.nbytes for tensors in small for tensor in tensors.values())
+    of_file = (path.name, block.file_bytes, _header_crc(path), block.model_hash)
+    return StoreFacts(*of_file, places, (0, *accumulate(map(len, of_home)))[:-1], ffn_bytes, neuron_bytes, kept_bytes)
 
 
 def blob_of(

@@ -148,15 +148,9 @@ def _card(
         mass_NC = (h_NI.abs() * weights.down.float().norm(dim=0))[:, index]
         total = float(mass_NC.sum(dtype=torch.float64))
         mass = float((mass_NC * active_NC).sum(dtype=torch.float64)) / total if total else 1.0
-    return PredictorCard(
-        recall=both / fired if fired else 1.0,
-        precision=both / active if active else 1.0,
-        predicted_active=active / max(1, active_NC.numel()),
-        bytes=sum(t.numel() * t.element_size() for t in predictor.tensors().values()),
-        cost_share=macs / dense_macs,
-        rank=rank,
-        mass_recall=mass,
-    )
+    nbytes, recall = sum(t.nbytes for t in predictor.tensors().values()), both / fired if fired else 1.0
+    precision, share = both / active if active else 1.0, active / max(1, active_NC.numel())
+    return PredictorCard(recall, precision, share, nbytes, cost_share=macs / dense_macs, rank=rank, mass_recall=mass)
 
 
 def _scores(predictor: Predictor, samples: Samples, neurons: torch.Tensor) -> torch.Tensor:

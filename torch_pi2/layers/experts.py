@@ -32,7 +32,6 @@ from torch_pi2.layers.rows import convert
 from torch_pi2.ops import load
 from torch_pi2.ops.linear import IN_BLOCKS
 from torch_pi2.predict import LAYER_TENSORS, tensors_among
-from torch_pi2.store.storefile import StoreReader
 from torch_pi2.types.site import FFNSite
 
 #: Buffers whose dtype does not follow the model's, and buffers of an expert's layer that are stacked.
@@ -356,7 +355,7 @@ class OffloadedExperts(InStore, SparseExperts):
         routed = router.weight.contiguous(), floats(router.bias), floats(router.correction), router.chosen
         torch.ops.pi2.store_early_routing(*stored, *routed, *self._predicted(self.cuts))
 
-    def keep_gates(self, layers: Sequence[int], store: StoreReader) -> None:
+    def keep_gates(self, layers: Sequence[int], store: Any) -> None:
         of_E = torch.full((len(self.sites),), -1)
         of_E[[layer - self.first_layer for layer in layers]] = torch.arange(len(layers))
         if self._gates.tensors and torch.equal(self._gates.tensors[1], of_E):

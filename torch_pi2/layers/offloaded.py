@@ -23,7 +23,6 @@ from torch_pi2.ops import load
 from torch_pi2.ops.constants import lists
 from torch_pi2.ops.library import unseen_by_modes
 from torch_pi2.ops.predictors import NO_PREDICTOR
-from torch_pi2.store.storefile import StoreReader
 from torch_pi2.types.offload import Budget, OffloadConfig
 from torch_pi2.types.plan import LayerPlan
 from torch_pi2.types.site import FFNSite
@@ -342,7 +341,7 @@ class InStore:
         """Gate rows (up rows where there are no gates), if they stay in memory: few tokens read only what fires."""
         return self._gates.tensors[0] if self._gates.tensors else None
 
-    def keep_gates(self, layers: Sequence[int], store: StoreReader) -> None:
+    def keep_gates(self, layers: Sequence[int], store: Any) -> None:
         """Keep the gate rows of these layers of ``store``, which are this module's, in memory, and no others."""
         raise NotImplementedError
 
@@ -395,7 +394,7 @@ class OffloadedFFN(InStore, SparseFFN):
         check_store_layer(store, store_layer, site)
         return layer
 
-    def keep_gates(self, layers: Sequence[int], store: StoreReader) -> None:
+    def keep_gates(self, layers: Sequence[int], store: Any) -> None:
         if bool(layers) != bool(self._gates.tensors):
             self._gates.tensors = tuple(store.first_rows(layer) for layer in layers)
 

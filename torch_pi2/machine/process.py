@@ -29,12 +29,8 @@ def describe() -> dict[str, Any]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    machine = {
-        "cpu": name.group(1) if name else platform.machine(),
-        "cores": os.cpu_count(),
-        "memory_bytes": memory_bytes(),
-        "kernels": torch.ops.pi2.kernel_tables().partition(":")[2],
-    }
+    machine = {"cpu": name.group(1) if name else platform.machine(), "cores": os.cpu_count()}
+    machine |= {"memory_bytes": memory_bytes(), "kernels": torch.ops.pi2.kernel_tables().partition(":")[2]}
     return {"machine": machine, "versions": versions}
 
 

@@ -102,16 +102,10 @@ def accelerator(gpu: Gpu, cpu_gb_per_s: float) -> Accelerator:
     multiply_us = _median(gpu.device_us, lambda: F.linear(many_TH, parts[0]))
     launch_us = _median(gpu.wall_us, lambda: [one_1H.add(1.0) for _ in range(_TOGETHER)])
     gb_per_s = six_digits(sum(part.nbytes for part in parts) / read_us / 1e3)
-    return Accelerator(
-        name=gpu.name,
-        memory_bytes=gpu.free_bytes,
-        launch_us=six_digits(launch_us / _TOGETHER * _LAUNCHES),
-        stream_gb_per_s=gb_per_s,
-        shared_gb_per_s=six_digits(gb_per_s + cpu_gb_per_s),
-        gmacs_per_s=six_digits(_TOKENS * _ROWS * _HIDDEN / multiply_us / 1e3),
-        merge_us=six_digits(_median(gpu.wall_us, lambda: gpu.link.enter(gpu.link.leave(one_1H)()))),
-        holds_rest=True,
-    )
+    launch_us, both = six_digits(launch_us / _TOGETHER * _LAUNCHES), six_digits(gb_per_s + cpu_gb_per_s)
+    gmacs = six_digits(_TOKENS * _ROWS * _HIDDEN / multiply_us / 1e3)
+    merge_us = six_digits(_median(gpu.wall_us, lambda: gpu.link.enter(gpu.link.leave(one_1H)())))
+    return Accelerator(gpu.name, gpu.free_bytes, launch_us, gb_per_s, both, gmacs, merge_us, holds_rest=True)
 
 
 def _drawn(gpu: Gpu, rows: int) -> torch.Tensor:

@@ -90,14 +90,9 @@ class Accesses:
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file by atomic rename. Raises ArtifactError."""
-        metadata = {
-            "format": FORMAT,
-            "version": VERSION,
-            "model_hash": self.model_hash,
-            "place_bytes": str(self.place_bytes),
-            "stored": json.dumps([[s.key, s.neurons, s.cluster, s.read_bytes] for s in self.stored]),
-            "run": json.dumps(self.run),
-        }
+        metadata = {"format": FORMAT, "version": VERSION, "model_hash": self.model_hash, "run": json.dumps(self.run)}
+        stored = json.dumps([[s.key, s.neurons, s.cluster, s.read_bytes] for s in self.stored])
+        metadata |= {"place_bytes": str(self.place_bytes), "stored": stored}
         atomic_write(path, packed({name: getattr(self, name) for name in _DTYPES}, metadata))
 
     @classmethod

@@ -38,16 +38,11 @@ class Firing:
         groups: dict[str, list[SparseFFN]] = {}
         for layer in found:
             groups.setdefault(_name(layer), []).append(layer)
-        self.layers: list[dict[str, Any]] = [
-            {
-                "key": name,
-                "neurons": sum(layer.site.intermediate for layer in group),
-                "experts": len(group) if group[0].site.experts else 0,
-                "chosen": shares.get(group[0].site.experts, 1.0),
-                "method": group[0].method,
-            }
-            for name, group in groups.items()
-        ]
+        self.layers: list[dict[str, Any]] = []
+        for name, group in groups.items():
+            neurons, experts = sum(layer.site.intermediate for layer in group), group[0].site.experts
+            about = {"chosen": shares.get(experts, 1.0), "method": group[0].method}
+            self.layers.append({"key": name, "neurons": neurons, "experts": len(group) if experts else 0, **about})
 
     def start(self) -> None:
         if self._watch is not None:

@@ -62,17 +62,10 @@ def replay(
     missed_L = counts_L3[:, 2]
     read_bytes = sum(n * layer.read_bytes for n, layer in zip(missed_L.tolist(), accesses.stored, strict=True))
     passes = max(1, accesses.passes)
-    return Replayed(
-        policy=policy,
-        slots=slots,
-        share=slots / accesses.slots,
-        cache_bytes=slots * accesses.place_bytes,
-        hits=hits,
-        wanted=wanted,
-        hit_rate=hits / wanted if wanted else 0.0,
-        reads_per_pass=int(missed_L.sum()) / passes,
-        read_bytes_per_pass=read_bytes / passes,
-    )
+    sizes: Any = {"share": slots / accesses.slots, "cache_bytes": slots * accesses.place_bytes}
+    found: Any = {"hits": hits, "wanted": wanted, "hit_rate": hits / wanted if wanted else 0.0}
+    reads: Any = {"reads_per_pass": int(missed_L.sum()) / passes, "read_bytes_per_pass": read_bytes / passes}
+    return Replayed(policy=policy, slots=slots, **sizes, **found, **reads)
 
 
 def replay_all(

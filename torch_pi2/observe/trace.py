@@ -146,12 +146,8 @@ class _Thread(NamedTuple):
 
 def _document(events_N7: torch.Tensor, threads: list[_Thread]) -> Iterator[str]:
     """The JSON text, in pieces."""
-    about = {
-        **machine.describe(),
-        "events": len(events_N7),
-        "lost_events": sum(thread.lost for thread in threads),
-        "times": "microseconds since the first event",
-    }
+    about = {**machine.describe(), "events": len(events_N7), "lost_events": sum(thread.lost for thread in threads)}
+    about["times"] = "microseconds since the first event"
     yield f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(about)}, "traceEvents": [\n'
     yield ",\n".join(map(json.dumps, _names(threads)))
     for events in _pieces(events_N7):

@@ -42,12 +42,8 @@ _gathered_experts: Any = None
 
 
 #: Operator -> its CUDA kernel.
-_ON_A_GPU: dict[str, Callable[..., torch.Tensor]] = {
-    "sparse_ffn": gpu.sparse_ffn,
-    "predicted_ffn": gpu.predicted_ffn,
-    "linear": gpu.linear,
-    "dequantize": dequantize,
-}
+_KERNELS: tuple[Callable[..., torch.Tensor], ...] = (gpu.sparse_ffn, gpu.predicted_ffn, gpu.linear, dequantize)
+_ON_A_GPU = {kernel.__name__: kernel for kernel in _KERNELS}
 
 
 def load() -> None:

@@ -230,14 +230,11 @@ class ModelShape:
             "attention_kernel": max(kernels, key=lambda name: kernels[name], default=layers[0].kernel),
             "kv_bytes": 0 if config is None else kv_bytes(config, 1, dtype) // len(firsts),
         }
-        return ModelShape(
-            tuple(replace(layer, **before) if layer.key in firsts.values() else layer for layer in layers),
-            0 if head is None else _weight(head).nbytes,
-            layers[0].kernel if head is None else _kernel(head),
-            state.budget.fixed if state and state.budget else _fixed_bytes(model),
-            plan.layers[0].site.hidden,
-            (0, 0) if config is None else activation_sizes(config, dtype),
-        )
+        shapes = tuple(replace(layer, **before) if layer.key in firsts.values() else layer for layer in layers)
+        of_head = (0, layers[0].kernel) if head is None else (_weight(head).nbytes, _kernel(head))
+        fixed = state.budget.fixed if state and state.budget else _fixed_bytes(model)
+        activations = (0, 0) if config is None else activation_sizes(config, dtype)
+        return ModelShape(shapes, *of_head, fixed, plan.layers[0].site.hidden, activations)
 
 
 def _fixed_bytes(model: nn.Module) -> int:

@@ -77,12 +77,8 @@ class Request:
         gap = int(fixed_us / us_per_byte) if us_per_byte > 0 else _LONGEST_GAP
         speed = {size: size / us[size] for size in us if size >= 1 << 16}
         run = next(size for size in sorted(speed) if speed[size] >= _ENOUGH * max(speed.values()))
-        return OffloadConfig(
-            io_threads=depth,
-            in_flight=max(2, min(default.in_flight, depth)),
-            run_bytes=max(run, slot),
-            gap_bytes=min(_LONGEST_GAP, gap // _SECTOR * _SECTOR),
-        )
+        in_flight, gap_bytes = max(2, min(default.in_flight, depth)), min(_LONGEST_GAP, gap // _SECTOR * _SECTOR)
+        return OffloadConfig(io_threads=depth, in_flight=in_flight, run_bytes=max(run, slot), gap_bytes=gap_bytes)
 
     @property
     def groups(self) -> list[tuple[int, ...]]:

@@ -81,13 +81,8 @@ def save_predictors(folder: str | Path, predictors: Mapping[str, AnyPredictor], 
         entries[key] = {"kind": p.kind, "threshold": p.threshold, "card": p.card.to_json(), **p.fields()}
         tensors.update({f"{key}.{name}": t for name, t in p.tensors().items()})
     report = getattr(predictors, "report", None)
-    meta = {
-        "format": "torch_pi2.predictors",
-        "version": str(PREDICTORS_VERSION),
-        "model_hash": model_hash,
-        "predictors": json.dumps(entries),
-        "report": json.dumps(None if report is None else report.to_json()),
-    }
+    meta = {"format": "torch_pi2.predictors", "version": str(PREDICTORS_VERSION), "model_hash": model_hash}
+    meta |= {"predictors": json.dumps(entries), "report": json.dumps(None if report is None else report.to_json())}
     atomic_write(path := Path(folder) / PREDICTORS_FILE, packed(tensors, meta))
     return path
 

@@ -138,22 +138,15 @@ _Table = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 def _of_int8(rank: int, neurons: int, hidden: int) -> _Table:
     """The tensors of an int8 predictor."""
-    return {
-        "a": ((rank, hidden), torch.int8),
-        "a_scale": ((rank,), torch.float32),
-        "b": ((neurons, rank), torch.int8),
-        "b_scale": ((neurons,), torch.float32),
-        "bias": ((neurons,), torch.float32),
-    }
+    scales = {"a_scale": ((rank,), torch.float32), "b_scale": ((neurons,), torch.float32)}
+    matrices = {"a": ((rank, hidden), torch.int8), "b": ((neurons, rank), torch.int8)}
+    return {**matrices, **scales, "bias": ((neurons,), torch.float32)}
 
 
 def _of_rows(weights: str, rank: int, neurons: int, hidden: int) -> _Table:
     """The tensors of a predictor in quantised rows."""
-    return {
-        "a": ((rank, row_bytes(weights, hidden)), torch.uint8),
-        "b": ((neurons, row_bytes(weights, rank)), torch.uint8),
-        "bias": ((neurons,), torch.float32),
-    }
+    a, b = (rank, row_bytes(weights, hidden)), (neurons, row_bytes(weights, rank))
+    return {"a": (a, torch.uint8), "b": (b, torch.uint8), "bias": ((neurons,), torch.float32)}
 
 
 def _check_tensors(tensors: Mapping[str, torch.Tensor], wanted: _Table, expected: str) -> None:

@@ -100,11 +100,8 @@ class SignBit:
     @staticmethod
     def of_cold(site: FFNSite, cold: torch.Tensor, tensors: Mapping | None, int8_activations: bool) -> Cold:
         """A layer's part of :meth:`tensors` for its ``cold`` neurons (int64); raises as ``layer_tensors``."""
-        wanted = {
-            "signs": ((site.intermediate, sign_bytes(site.hidden)), torch.uint8),
-            "hidden": ((1,), torch.int64),
-            "margin": ((1,), torch.float64),
-        }
+        signs = (site.intermediate, sign_bytes(site.hidden))
+        wanted = {"signs": (signs, torch.uint8), "hidden": ((1,), torch.int64), "margin": ((1,), torch.float64)}
         found = layer_tensors(site, SignBit.kind, tensors, wanted)
         return Cold("signbit", {"signs": found["signs"][cold].contiguous()}, cut=float(found["margin"]))
 

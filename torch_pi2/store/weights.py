@@ -60,15 +60,8 @@ def metadata(
         formats: exceptions from ``kind``, by module name of linears and embeddings and by site key of neurons.
         embeddings: module name of every quantised embedding -> its width. in_blocks: linears whose rows are in blocks.
     """
-    made = {
-        "format": "pt",
-        "pi2_format": FORMAT,
-        "pi2_version": WEIGHTS_VERSION,
-        "weights": kind,
-        "model_hash": model_hash,
-        "linears": json.dumps(dict(linears)),
-        "sites": json.dumps(dict(strategies)),
-    }
+    made = {"format": "pt", "pi2_format": FORMAT, "pi2_version": WEIGHTS_VERSION, "weights": kind}
+    made |= {"model_hash": model_hash, "linears": json.dumps(dict(linears)), "sites": json.dumps(dict(strategies))}
     if formats or embeddings:
         made["pi2_version"] = PAIRS_VERSION if any(key in strategies for key in formats) else MIXED_VERSION
         made |= {"formats": json.dumps(dict(formats)), "embeddings": json.dumps(dict(embeddings))}

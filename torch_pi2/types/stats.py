@@ -262,13 +262,9 @@ class ActivationStats:
                 if getattr(s, name) is not None:
                     tensors[f"{s.key}.{name}"] = getattr(s, name)
             layers.append({one.name: getattr(s, one.name) for one in fields(LayerHead)})
-        meta = {
-            "format": STATS_FORMAT,
-            "version": str(STATS_UP_FIRST if any(s.up_first for s in self) else version),
-            "model_hash": self.model_hash,
-            "made_by": json.dumps(self.made_by),
-            "layers": json.dumps(layers),
-        }
+        version = STATS_UP_FIRST if any(s.up_first for s in self) else version
+        meta = {"format": STATS_FORMAT, "version": str(version), "model_hash": self.model_hash}
+        meta |= {"made_by": json.dumps(self.made_by), "layers": json.dumps(layers)}
         atomic_write(path, packed(tensors, meta))
         return path
 

@@ -99,15 +99,10 @@ class Verdict:
     def lines(self) -> dict[str, str]:
         """In words, the most important first, for terminal, report and model card."""
         words = ", ".join(f"{name} {value}" for name, value in self.versions.items())
-        return {
-            "speed": self._speed(),
-            "size": f"{size(self.sparse_bytes)}, dense "
-            + ("not known" if self.dense_bytes is None else size(self.dense_bytes)),
-            "quality": self._quality(),
-            "made by": "; ".join(self.made) or "not known",
-            "measured": f"{self.date} on {', '.join(self.machine.values())}",
-            "versions": words,
-        }
+        sizes = (size(self.sparse_bytes), "not known" if self.dense_bytes is None else size(self.dense_bytes))
+        found = {"speed": self._speed(), "size": "{}, dense {}".format(*sizes), "quality": self._quality()}
+        measured = f"{self.date} on {', '.join(self.machine.values())}"
+        return found | {"made by": "; ".join(self.made) or "not known", "measured": measured, "versions": words}
 
     def _speed(self) -> str:
         if self.speed is None:
