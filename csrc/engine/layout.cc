@@ -41,4 +41,17 @@ ReadError Layout::check_neurons(std::int64_t layer, std::int64_t in_file, const 
   return {};
 }
 
+ReadError Layout::check_gates(std::int64_t layer, std::int64_t page, const char* data,
+                              std::int64_t bytes) const noexcept {
+  const StoreLayer& l = about(layer);
+  for (std::int64_t at = page * kStorePage; bytes > 0; ++page, at += kStorePage, bytes -= kStorePage) {
+    const std::int64_t size = std::min(kStorePage, l.gate_bytes() - at);
+    if (size <= 0) break;
+    if (crc32c(data, static_cast<std::size_t>(size)) != file_.checks(layer)[l.neurons + page])
+      return {"its checksum does not match", 0, layer, at / l.row_bytes, 0, l.gates + at};
+    data += kStorePage;
+  }
+  return {};
+}
+
 }  // namespace pi2

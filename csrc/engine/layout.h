@@ -37,6 +37,9 @@ class Layout {
   std::int64_t read_bytes(const StoreLayer& l) const { return rounded(l.cluster * l.neuron_bytes(), file_.unit()); }
   ReadError check_neurons(std::int64_t layer, std::int64_t in_file, const char* data) const noexcept;
 
+  // Of gates (StoreLayer::gates) from `page` on, which `bytes` have been read of.
+  ReadError check_gates(std::int64_t layer, std::int64_t page, const char* data, std::int64_t bytes) const noexcept;
+
   const char* mapped() const { return mapped_; }  // null: not mapped
 
  private:

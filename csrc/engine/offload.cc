@@ -4,7 +4,10 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <new>
+#include <thread>
 #include <utility>
+#include <vector>
 
 #include "base/trace.h"
 #include "engine/cache_rebalancer.h"
@@ -19,6 +22,7 @@ namespace pi2 {
 namespace {
 
 constexpr char kShorter[] = "the file has become shorter since it was opened";
+constexpr std::int64_t kGatesSpin = 4'000'000;  // ns; see DemandReads::wait()
 
 }  // namespace
 
@@ -34,6 +38,7 @@ struct Offload::State final : NeuronSource, ReadSink {
   Prefetch prefetch{common, reads, hot_set, demand};
   CacheRebalancer rebalancer{common, turns, reads, hot_set, demand};
   const std::function<void()>* then = nullptr;
+  std::vector<GateBuffer> free_gates PI2_GUARDED_BY(kLock);
   std::int64_t evictions_before PI2_GUARDED_BY(kLock) = 0;
 
   ~State() override {
@@ -44,6 +49,8 @@ struct Offload::State final : NeuronSource, ReadSink {
   std::string set_up(const std::string& path);
   std::string compute(std::int64_t layer, const std::function<void()>& body, int threads, CallStats* stats);
   OffloadStats stats(bool reset);
+  StoredGates ask_for_gates(std::int64_t layer, CallStats* stats);
+  void wait_for(const GateBuffer& gates) PI2_REQUIRES(kLock);
 
   void leave_out_missing(std::uint8_t* active, std::int64_t tokens, std::int64_t n_hot) override;
   void expect(std::int64_t n_chunks, bool stream, bool last) override;
@@ -177,8 +184,57 @@ void Offload::State::done(std::int64_t chunk) {
   }
 }
 
+StoredGates Offload::State::ask_for_gates(std::int64_t layer, CallStats* stats) {
+  if (common.forked() || common.layout.mapped() != nullptr) return nullptr;
+  try {
+    const StoredGates gates(new GateBuffer, [this](GateBuffer* over) {
+      const std::unique_ptr<GateBuffer> buffer(over);
+      const Locked lock(common.mutex);
+      wait_for(*buffer);
+      try {
+        free_gates.push_back(std::move(*buffer));
+      } catch (const std::bad_alloc&) {  // its memory is freed
+      }
+    });
+    auto batch = std::make_unique<ReadBatch>();
+    batch->layer = layer;
+    batch->asked_for = false;
+    batch->gates = gates.get();
+    const Locked lock(common.mutex);
+    if (!free_gates.empty()) {
+      *gates = std::move(free_gates.back());
+      free_gates.pop_back();
+    }
+    gates->wrong = {};
+    if (!gates->reserve(common.layout.about(layer).gate_bytes())) return nullptr;
+    reads.plan(batch.get());
+    reads.submit(std::move(batch), stats);  // if that fails, so does gates_there()
+    return gates;
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
+}
+
+void Offload::State::wait_for(const GateBuffer& gates) {
+  const Clock::time_point start = Clock::now();
+  while (gates.left > 0) {
+    if (!common.options.spin || since(start) > kGatesSpin) {
+      common.mutex.wait_for_news();
+      continue;
+    }
+    common.mutex.unlock();
+    std::this_thread::yield();
+    common.mutex.lock();
+  }
+  common.sums.wait_ns += since(start);
+}
+
 bool Offload::State::over(const ReadRun& run, const ReadError& wrong) noexcept {
   const ReadBatch& batch = *run.batch;
+  if (batch.gates != nullptr) {
+    if (wrong && !batch.gates->wrong) batch.gates->wrong = wrong;
+    return --batch.gates->left == 0;
+  }
   const Wanted* wanted = batch.wanted.data() + run.first;
   if (batch.arranging) rebalancer.over(run.count);
   if (batch.arranging && wrong) common.recording.lose();
@@ -254,14 +310,49 @@ FfnArgs Offload::shape(std::int64_t layer) const {
 
 std::string Offload::ffn(std::int64_t layer, const Predictor& predictor, FfnArgs args, const ParallelFor& parallel,
                          const std::function<void()>& then, CallStats* stats) {
+  const StoreLayer& about = state_->common.layout.about(layer);
+  const char* const mapped = state_->common.layout.mapped();
+  Predictor by = predictor;
+  StoredGates gates;
+  if (about.gates != 0) {
+    if (args.gate_rows == nullptr && predictor.kind == Predictor::Kind::kGate)
+      args.gate_rows = static_cast<const char*>(predictor.gate_rows);
+    if (args.gate_rows == nullptr && mapped != nullptr) args.gate_rows = mapped + about.gates;
+    if (args.gate_rows == nullptr) {
+      if (state_->common.forked()) return kForked;
+      gates = ask_for_gates(layer, stats);
+      std::string problem;
+      args.gate_rows = gates_there(gates, &problem);
+      if (!problem.empty()) return problem;
+    }
+    if (by.kind == Predictor::Kind::kNone && args.active == nullptr && !args.shaping.cuts()) {
+      by.kind = Predictor::Kind::kGate;
+      by.gate_rows = args.gate_rows;
+    }
+  }
   const auto body = [&] {
     state_->then = then ? &then : nullptr;
     args.source = state_.get();
     args.layer = layer;
     args.owner = this;
-    predicted_ffn(predictor, args, parallel);
+    predicted_ffn(by, args, parallel);
   };
   return state_->compute(layer, body, std::max(1, parallel.threads), stats);
+}
+
+bool Offload::gates_apart(std::int64_t layer) const { return state_->common.layout.about(layer).gates != 0; }
+
+StoredGates Offload::ask_for_gates(std::int64_t layer, CallStats* stats) { return state_->ask_for_gates(layer, stats); }
+
+const char* Offload::gates_there(const StoredGates& gates, std::string* problem) {
+  ReadError wrong = kNoMemory;
+  if (gates != nullptr) {
+    const Locked lock(state_->common.mutex);
+    state_->wait_for(*gates);
+    wrong = gates->wrong;
+  }
+  *problem = wrong.message();
+  return wrong ? nullptr : gates->data.get();
 }
 
 void Offload::prefetch(std::int64_t layer, std::int64_t n_hot, const std::uint8_t* active, std::int64_t tokens,

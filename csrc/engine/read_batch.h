@@ -7,6 +7,7 @@
 #include <memory>
 #include <vector>
 
+#include "engine/read_error.h"
 #include "pi2/read_engine.h"
 #include "store/store_file.h"
 
@@ -18,12 +19,27 @@ struct Wanted {
   std::int32_t place = 0;
 };
 
+// Memory for the gates of a layer (StoreLayer::gates), which one caller has at a time.
+struct GateBuffer {
+  std::unique_ptr<char, decltype(&std::free)> data{nullptr, &std::free};
+  std::int64_t capacity = 0, left = 0;  // reads that have not ended; with the lock of the store
+  ReadError wrong;                      // of the first that failed
+
+  bool reserve(std::int64_t bytes) {
+    if (bytes <= capacity) return true;
+    const auto size = static_cast<std::size_t>((bytes + kStorePage - 1) / kStorePage * kStorePage);
+    data.reset(static_cast<char*>(std::aligned_alloc(static_cast<std::size_t>(kStorePage), size)));
+    capacity = data == nullptr ? 0 : static_cast<std::int64_t>(size);
+    return data != nullptr;
+  }
+};
+
 struct ReadBatch;
 
 // One read of a batch.
 struct ReadRun {
   ReadBatch* batch = nullptr;
-  std::int64_t first = 0, count = 0;  // of batch->wanted
+  std::int64_t first = 0, count = 0;  // of batch->wanted; of gates the first page
   std::int64_t between = 0;           // where its part of batch->between begins
 };
 
@@ -32,6 +48,7 @@ struct ReadBatch {
   std::int64_t layer = 0;
   bool asked_for = true;                  // a call waits for it; false: prefetch or hot set
   bool arranging = false;                 // for the hot set
+  GateBuffer* gates = nullptr;            // for the layer's gates, and for no slots
   std::int64_t chunk = -1, asked_ns = 0;  // for traces: the chunk that asked, and when
   std::vector<Wanted> wanted;
   std::vector<ReadRun> runs;
@@ -40,6 +57,23 @@ struct ReadBatch {
   std::unique_ptr<char, decltype(&std::free)> between{
       nullptr, &std::free};  // receives the bytes between slots, which nobody uses
   std::int64_t left = 0;     // reads that have not ended
+
+  // Reads of all gates of a layer, in multiples of `unit`, of at most `most` bytes each but for whole pages.
+  void plan_gates(const StoreLayer& about, std::int64_t unit, std::int64_t most) {
+    const std::int64_t bytes = (about.gate_bytes() + unit - 1) / unit * unit;
+    const std::int64_t step = std::max(kStorePage, most / kStorePage * kStorePage);
+    runs.reserve(static_cast<std::size_t>(bytes / step + 1));
+    for (std::int64_t at = 0; at < bytes; at += step) {
+      runs.push_back({this, at / kStorePage, 0, 0});
+      Read read;
+      read.offset = about.gates + at;
+      read.bytes = std::min(step, bytes - at);
+      read.into = gates->data.get() + at;
+      read.owner = &runs.back();
+      reads.push_back(read);
+    }
+    left = gates->left = static_cast<std::int64_t>(reads.size());
+  }
 
   // `wanted` is ascending in the file; `read_bytes` of each slot are read to place_of(place). A read has at most `most`
   // bytes. Gaps of at most `most_between` bytes between wanted slots are read and discarded: a device needs as long for

@@ -33,8 +33,11 @@ void Reads::add_up_time() {
 void Reads::plan(ReadBatch* batch) {
   const Layout& layout = common_.layout;
   const StoreLayer& l = layout.about(batch->layer);
-  batch->plan(l, layout.read_bytes(l), common_.options.run_bytes, common_.options.gap_bytes,
-              [this](std::int32_t place) { return common_.places.at(place); });
+  if (batch->gates != nullptr)
+    batch->plan_gates(l, layout.file().unit(), common_.options.run_bytes);
+  else
+    batch->plan(l, layout.read_bytes(l), common_.options.run_bytes, common_.options.gap_bytes,
+                [this](std::int32_t place) { return common_.places.at(place); });
   if (under_way_ == 0) io_since_ = Clock::now();
   under_way_ += batch->left;
   if (batch->asked_for) asked_for_ += batch->left;
@@ -88,6 +91,12 @@ ReadError Reads::check(const ReadRun& run, const ReadResult& result) const noexc
   const Layout& layout = common_.layout;
   trace_async(Stage::kRead, batch.asked_ns, batch.layer, batch.chunk);
   const TraceSpan span(Stage::kVerify, batch.layer, batch.chunk);
+  if (batch.gates != nullptr) {
+    const std::int64_t at = run.first * kStorePage;
+    if (result.error != 0) return {nullptr, result.error, batch.layer, 0, result.read.bytes, result.read.offset};
+    if (!common_.options.verify) return {};
+    return layout.check_gates(batch.layer, run.first, batch.gates->data.get() + at, result.read.bytes);
+  }
   const Wanted* wanted = batch.wanted.data() + run.first;
   if (result.error != 0)
     return {nullptr,           result.error,      batch.layer, wanted->in_file * layout.about(batch.layer).cluster,

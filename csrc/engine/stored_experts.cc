@@ -16,6 +16,8 @@
 namespace pi2 {
 namespace {
 
+const std::string kReading = "reading the neuron store: ";
+
 // Early routing: what the next mixture is likely to want, by its own router and predictors, of the input of this one.
 class Guess {
  public:
@@ -54,8 +56,9 @@ class Guess {
   };
 
   void add(std::int64_t expert, const std::vector<std::int64_t>& ids, const float* x_TH, const ParallelFor& parallel) {
-    experts_.push_back({expert, static_cast<std::int64_t>(ids.size()), {}});
     const Predictor predictor = predictor_of(next_.stack, expert);
+    if (predictor.kind == Predictor::Kind::kNone && store_.gates_apart(next_.first_layer + expert)) return;
+    experts_.push_back({expert, static_cast<std::int64_t>(ids.size()), {}});
     if (predictor.kind == Predictor::Kind::kNone) return;
     Expert& one = experts_.back();
     const ExpertWork work{expert, one.tokens, ids.data(), x_TH, nullptr, next_.router.hidden};
@@ -79,16 +82,23 @@ class InStore : public ExpertLayers {
   // others are under way meanwhile. A prompt's experts want most of their neurons: one by one.
   void announce(const ExpertWork* works, std::int64_t count, const ParallelFor& parallel) override {
     announced_.clear();
-    next_ = left_ = 0;
+    next_ = asked_ = 0;
+    left_ = 0;
+    works_ = works;
+    gates_.assign(static_cast<std::size_t>(count), nullptr);
     std::int64_t pairs = 0;
     for (std::int64_t i = 0; i < count; ++i) pairs += works[i].tokens;
     if (pairs > kMostAnnounced) return;
+    ask_for_gates(kGateBuffers);
     const std::int64_t cold = stack_.layer.neurons - stack_.layer.n_hot;
-    if (stack_.predictor.kind != Predictor::Kind::kNone) masks_.resize(static_cast<std::size_t>(pairs * cold));
+    masks_.resize(static_cast<std::size_t>(pairs * cold));
     std::uint8_t* mask = masks_.data();
-    for (std::int64_t i = 0; i < count; ++i) {
-      const bool predicted = is_predicted(works[i]);
-      announced_.push_back({works[i], predicted ? mask : nullptr});
+    for (std::size_t i = 0; i < gates_.size(); ++i) {
+      const Predictor::Kind kind = predictor_for(i).kind;
+      // A prompt computes every gate with the layer; see predicted_ffn.
+      const bool predicted =
+          kind != Predictor::Kind::kNone && (kind != Predictor::Kind::kGate || works[i].tokens < kGemmTokens);
+      announced_.push_back({works[i], i, predicted ? mask : nullptr});
       if (predicted) mask += works[i].tokens * cold;
     }
     // Before anything is read for this call, which might take the place of what these have there.
@@ -96,33 +106,43 @@ class InStore : public ExpertLayers {
       for (Announced& one : announced_) one.left_out = is_light(one.work) && is_missing(&one, parallel);
     for (Announced& one : announced_) {
       if (one.left_out) continue;
-      predict_once(&one, parallel);
-      store_.prefetch(first_layer_ + one.work.expert, stack_.layer.n_hot, one.mask, one.work.tokens, stats_);
       ++left_;
+      predict_once(&one, parallel);
+      const bool later = one.mask == nullptr && reads_gates(one.work.expert) && one.work.tokens < kGemmTokens;
+      if (!later)
+        store_.prefetch(first_layer_ + one.work.expert, stack_.layer.n_hot, one.mask, one.work.tokens, stats_);
     }
     if (guess_ != nullptr && count > 0) guess_->make(works[0].x, args_.tokens, parallel);
   }
 
   std::string compute(const ExpertWork& work, const ParallelFor& parallel) override {
-    Predictor predictor = predictor_of(stack_, work.expert);
-    const std::uint8_t* active = nullptr;
-    if (!announced_.empty()) {
-      const Announced& one = announced_[next_++];
-      if (one.left_out) {
-        std::fill(work.y, work.y + work.tokens * work.hidden, 0.0f);
-        return "";
-      }
-      if (one.mask != nullptr) predictor = Predictor();
-      active = one.mask;
+    const std::size_t i = next_++;
+    const Announced* const one = announced_.empty() ? nullptr : &announced_[i];
+    if (one != nullptr && one->left_out) {
+      std::fill(work.y, work.y + work.tokens * work.hidden, 0.0f);
+      return "";
     }
+    ask_for_gates(i + (one == nullptr ? 2 : kGateBuffers));
+    const StoredGates gates = std::move(gates_[i]);  // until the expert is computed
     FfnArgs layer = layer_of(stack_, work);
-    layer.active = active;
-    layer.all_fire = active != nullptr && stack_.predictor.kind == Predictor::Kind::kGate;
+    if (gates != nullptr) {
+      std::string problem;
+      layer.gate_rows = store_.gates_there(gates, &problem);
+      if (!problem.empty()) return kReading + problem;
+    }
+    Predictor predictor = predictor_of(stack_, work.expert);
+    if (one != nullptr && one->mask != nullptr) {
+      layer.active = one->mask;
+      layer.all_fire = gates != nullptr || predictor.kind == Predictor::Kind::kGate;
+      if (predictor.kind == Predictor::Kind::kGate && store_.gates_apart(first_layer_ + work.expert))
+        layer.gate_rows = static_cast<const char*>(predictor.gate_rows);
+      predictor = Predictor();
+    }
     std::function<void()> then;
     // Own reads first: what the last expert wants has been asked for then.
     if (--left_ == 0 && guess_ != nullptr) then = [this] { guess_->read(stats_); };
     const std::string problem = store_.ffn(first_layer_ + work.expert, predictor, layer, parallel, then, stats_);
-    return problem.empty() ? problem : "reading the neuron store: " + problem;
+    return problem.empty() ? problem : kReading + problem;
   }
 
  private:
@@ -130,19 +150,42 @@ class InStore : public ExpertLayers {
 
   struct Announced {
     ExpertWork work;
+    std::size_t number = 0;
     std::uint8_t* mask = nullptr;  // [tokens, cold neurons] that are wanted; null: all of them
     bool predicted = false, left_out = false;
   };
 
-  // A prompt computes every gate with the layer; see predicted_ffn.
-  bool is_predicted(const ExpertWork& work) const {
-    const Predictor::Kind kind = predictor_of(stack_, work.expert).kind;
-    return kind != Predictor::Kind::kNone && (kind != Predictor::Kind::kGate || work.tokens < kGemmTokens);
+  // Whether the expert's gates lie apart in the store and no predictor does without them.
+  bool reads_gates(std::int64_t expert) const {
+    return store_.gates_apart(first_layer_ + expert) && predictor_of(stack_, expert).kind == Predictor::Kind::kNone;
+  }
+
+  // Begins to read those of the works before `end`.
+  void ask_for_gates(std::size_t end) {
+    for (; asked_ < std::min(end, gates_.size()); ++asked_)
+      if (reads_gates(works_[asked_].expert))
+        gates_[asked_] = store_.ask_for_gates(first_layer_ + works_[asked_].expert, stats_);
+  }
+
+  // The predictor of a work, which may be gates that are being read.
+  Predictor predictor_for(std::size_t i) const {
+    Predictor made = predictor_of(stack_, works_[i].expert);
+    if (gates_[i] != nullptr) made.kind = Predictor::Kind::kGate;
+    return made;
   }
 
   void predict_once(Announced* one, const ParallelFor& parallel) const {
     if (one->mask == nullptr || one->predicted) return;
-    predict(predictor_of(stack_, one->work.expert), layer_of(stack_, one->work), one->mask, parallel);
+    Predictor predictor = predictor_for(one->number);
+    if (gates_[one->number] != nullptr) {
+      std::string problem;  // compute() returns it
+      predictor.gate_rows = store_.gates_there(gates_[one->number], &problem);
+      if (!problem.empty()) {
+        one->mask = nullptr;
+        return;
+      }
+    }
+    predict(predictor, layer_of(stack_, one->work), one->mask, parallel);
     one->predicted = true;
   }
 
@@ -178,8 +221,11 @@ class InStore : public ExpertLayers {
   Offload& store_;
   std::int64_t first_layer_;
   CallStats* stats_;
-  Guess* guess_;                      // null: none
-  std::int64_t left_ = 0;             // experts to compute
+  Guess* guess_;           // null: none
+  std::int64_t left_ = 0;  // experts to compute
+  const ExpertWork* works_ = nullptr;
+  std::vector<StoredGates> gates_;    // of the works that read theirs
+  std::size_t asked_ = 0;             // works before it have asked for theirs
   std::vector<std::uint8_t> masks_;   // of all works, in their order
   std::vector<Announced> announced_;  // empty: too many
   std::size_t next_ = 0;

@@ -172,7 +172,7 @@ struct PromptPass {
   double* squares_T;             // layers with a norm: [tokens], of the h of the chunks so far
 
   const char* row_of(std::int64_t neuron, std::int64_t r) const {
-    return where != nullptr ? where[neuron] + r * args.row_bytes() : args.row_of(neuron, r);
+    return where != nullptr ? args.row_at(where[neuron], neuron, r) : args.row_of(neuron, r);
   }
 
   float bias(const void* values, std::int64_t neuron) const {

@@ -86,7 +86,7 @@ struct Pass {
   }
 
   const char* row_of(std::int64_t neuron, std::int64_t r) const {
-    return where != nullptr ? where[neuron] + r * args.row_bytes() : args.row_of(neuron, r);
+    return where != nullptr ? args.row_at(where[neuron], neuron, r) : args.row_of(neuron, r);
   }
 
   // The tokens that need neuron ids[i].

@@ -35,7 +35,10 @@ void check(const std::vector<StoreLayer>& layers, std::int64_t first_data, std::
     require(l.slots >= first_data && l.slots % pi2::kStorePage == 0 &&
                 l.slots + static_cast<__int128>(l.n_slots()) * l.slot_bytes <= file_bytes,
             "slots outside the file");
-    require(l.checks >= first_data && l.checks + static_cast<__int128>(4) * l.neurons <= file_bytes,
+    require(l.gates == 0 || (l.gates >= first_data && l.gates % pi2::kStorePage == 0 &&
+                             l.gates + static_cast<__int128>(pi2::kStorePage) * l.gate_pages() <= file_bytes),
+            "gates outside the file");
+    require(l.checks >= first_data && l.checks + static_cast<__int128>(4) * (l.neurons + l.gate_pages()) <= file_bytes,
             "checksums outside the file");
   }
 }
@@ -61,7 +64,9 @@ void open_file(const std::vector<std::uint8_t>& begins, std::int64_t file_bytes)
   if (!store.open("/proc/self/fd/" + std::to_string(file), false).empty()) return;
   check(store.layers(), 2 * pi2::kStorePage, file_bytes);
   for (std::size_t l = 0; l < store.layers().size(); ++l) {
-    const volatile std::uint32_t last = store.checks(static_cast<std::int64_t>(l))[store.layers()[l].neurons - 1];
+    const StoreLayer& layer = store.layers()[l];
+    const volatile std::uint32_t last =
+        store.checks(static_cast<std::int64_t>(l))[layer.neurons + layer.gate_pages() - 1];
     (void)last;  // it was read: AddressSanitizer looks on
   }
 }

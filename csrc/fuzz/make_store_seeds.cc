@@ -9,7 +9,8 @@ namespace {
 using namespace pi2_fuzz;
 
 // Of `layers` layers of 100 neurons of 64 numbers in int4, or 32 in bfloat16, or from version 3 on of 32 in q5_0 and
-// down in int8, in version 4 of chunks of 64, whose slots lie one layer after the other, then checksums.
+// down in int8, in version 4 of chunks of 64, whose slots lie one layer after the other, then checksums; in version 5
+// gates behind those.
 std::vector<std::uint8_t> superblock(std::uint32_t version, bool floats, int layers, std::int64_t file_bytes) {
   std::vector<std::uint8_t> out(128 + 128 * static_cast<std::size_t>(layers));
   put(&out, 8, version, 4);
@@ -28,7 +29,8 @@ std::vector<std::uint8_t> superblock(std::uint32_t version, bool floats, int lay
     const std::uint32_t pair[] = {32, 3, 7, 512, 22}, down[] = {5, 34};
     for (std::size_t k = 0; k < std::size(pair); ++k) put(&out, at + 20 + 4 * k, pair[k], 4);
     for (std::size_t k = 0; k < std::size(down); ++k) put(&out, at + 52 + 4 * k, down[k], 4);
-    if (version > 3) put(&out, at + 60, 64, 4);
+    if (version == 4) put(&out, at + 60, 64, 4);
+    if (version == 5) put(&out, at + 64, begins + 28672, 8);
   }
   seal(&out, file_bytes);
   return out;
@@ -38,10 +40,11 @@ std::vector<std::uint8_t> superblock(std::uint32_t version, bool floats, int lay
 
 int main(int argc, char** argv) {
   if (argc != 2) return 2;
-  for (int seed = 0; seed < 40; ++seed) {
+  for (int seed = 0; seed < 44; ++seed) {
     const auto how = static_cast<std::uint8_t>(seed % 4);
     const std::int64_t file_bytes = 1000000;
-    std::vector<std::uint8_t> bytes = superblock(seed >= 36      ? 4
+    std::vector<std::uint8_t> bytes = superblock(seed >= 40      ? 5
+                                                 : seed >= 36    ? 4
                                                  : seed >= 32    ? 3
                                                  : seed % 16 < 8 ? 1
                                                                  : 2,

@@ -17,7 +17,8 @@ namespace pi2 {
 namespace {
 
 constexpr char kMagic[8] = {'P', 'I', '2', 'S', 'T', 'O', 'R', 'E'};
-constexpr std::uint32_t kVersion = 4;  // 1: a slot for every neuron; 2: all rows in one format; 3: whole layers
+// 1: a slot for every neuron; 2: all rows in one format; 3: whole layers; 4: all rows in slots
+constexpr std::uint32_t kVersion = 5;
 constexpr std::uint32_t kMostCluster = 64, kChunkUnit = 64;
 constexpr std::int64_t kHead = 128, kEntry = 128;
 constexpr std::int64_t kMostHeader = 100000000;  // of a safetensors file
@@ -62,7 +63,8 @@ std::string parse_layer(const unsigned char* p, std::uint32_t version, std::int6
       layer->other_down ? row_bytes(layer->down_dtype, static_cast<std::int64_t>(hidden)) : 0;
   if (bytes_of_down != static_cast<std::uint64_t>(down_bytes))
     return "down rows of " + text(bytes_of_down) + " bytes for " + text(hidden) + " numbers";
-  const std::uint64_t bytes_of_neuron = (rows - 1) * bytes_of_row + (layer->other_down ? bytes_of_down : bytes_of_row);
+  const std::uint64_t gates = version < 5 ? 0 : u64(p + 64), first_rows = rows - (gates == 0 ? 1 : 2);
+  const std::uint64_t bytes_of_neuron = first_rows * bytes_of_row + (layer->other_down ? bytes_of_down : bytes_of_row);
   // A power of two up to 64 divides every chunk, so that no slot is in two chunks.
   if (cluster == 0 || cluster > kMostCluster || (cluster & (cluster - 1)) != 0)
     return "clusters of " + text(cluster) + " neurons";
@@ -78,8 +80,13 @@ std::string parse_layer(const unsigned char* p, std::uint32_t version, std::int6
   if (slots % kStorePage != 0 || slots < static_cast<std::uint64_t>(first_data) || slots > end ||
       n_slots * slot_bytes > end - slots)
     return text(n_slots) + " slots of " + text(slot_bytes) + " bytes at " + text(slots) + " in a file of " + text(end);
-  if (checks < static_cast<std::uint64_t>(first_data) || checks > end || 4 * neurons > end - checks)
-    return text(neurons) + " checksums at " + text(checks) + " in a file of " + text(end);
+  constexpr auto kPage = static_cast<std::uint64_t>(kStorePage);
+  const std::uint64_t pages = gates == 0 ? 0 : (neurons * bytes_of_row + kPage - 1) / kPage;
+  if (gates != 0 && (gates % kPage != 0 || gates < static_cast<std::uint64_t>(first_data) || gates > end ||
+                     pages > (end - gates) / kPage))
+    return text(pages) + " pages of gates at " + text(gates) + " in a file of " + text(end);
+  if (checks < static_cast<std::uint64_t>(first_data) || checks > end || 4 * (neurons + pages) > end - checks)
+    return text(neurons + pages) + " checksums at " + text(checks) + " in a file of " + text(end);
   layer->slots = static_cast<std::int64_t>(slots);
   layer->checks = static_cast<std::int64_t>(checks);
   layer->neurons = static_cast<std::int64_t>(neurons);
@@ -91,6 +98,7 @@ std::string parse_layer(const unsigned char* p, std::uint32_t version, std::int6
   layer->number = static_cast<std::int64_t>(u32(p + 44));
   layer->cluster = static_cast<std::int64_t>(cluster);
   layer->chunk = static_cast<std::int64_t>(chunk);
+  layer->gates = static_cast<std::int64_t>(gates);
   return "";
 }
 
@@ -182,8 +190,8 @@ std::string StoreFile::open(const std::string& path, bool direct) {
       parse_superblock(superblock.data(), static_cast<std::int64_t>(size), start, file_bytes_, &layers_);
   if (!wrong.empty()) return wrong;
   for (const StoreLayer& layer : layers_) {
-    std::vector<std::uint32_t> checks(static_cast<std::size_t>(layer.neurons));
-    failed = read_fully(plain_, checks.data(), 4 * layer.neurons, layer.checks);
+    std::vector<std::uint32_t> checks(static_cast<std::size_t>(layer.neurons + layer.gate_pages()));
+    failed = read_fully(plain_, checks.data(), 4 * static_cast<std::int64_t>(checks.size()), layer.checks);
     if (failed != 0) return problem("its checksums cannot be read", failed);
     checks_.push_back(std::move(checks));
   }

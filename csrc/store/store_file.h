@@ -35,9 +35,14 @@ struct StoreLayer {
   std::int64_t chunk = 0;          // neurons per chunk, if these are some chunks of a larger layer; 0: a whole layer
   DType down_dtype = DType::kF32;  // with other_down: the format of down rows, the last row of a neuron
   bool other_down = false;
+  // Not 0: where the first rows of all neurons lie in the file, [neurons] rows, zeros up to a page; slots have the
+  // other rows alone. Checksums of their pages follow those of the slots' neurons.
+  std::int64_t gates = 0;
 
+  std::int64_t gate_bytes() const { return gates == 0 ? 0 : neurons * row_bytes; }
+  std::int64_t gate_pages() const { return (gate_bytes() + kStorePage - 1) / kStorePage; }
   std::int64_t down_bytes() const { return other_down ? pi2::row_bytes(down_dtype, hidden) : row_bytes; }
-  std::int64_t neuron_bytes() const { return (rows - 1) * row_bytes + down_bytes(); }
+  std::int64_t neuron_bytes() const { return (rows - (gates == 0 ? 1 : 2)) * row_bytes + down_bytes(); }  // in a slot
   std::int64_t n_slots() const { return (neurons + cluster - 1) / cluster; }
 };
 

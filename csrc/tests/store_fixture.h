@@ -3,6 +3,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <string>
@@ -34,7 +35,8 @@ struct StoreFixture {
   static constexpr std::int64_t kStart = pi2::kStorePage;  // of the data; the header is spaces and two braces
 
   StoreFixture(std::mt19937& rng, int n_layers, std::int64_t neurons, std::int64_t rows, std::int64_t hidden,
-               pi2::DType dtype, std::int64_t n_hot = 0, std::int64_t cluster = 1, const pi2::DType* down = nullptr) {
+               pi2::DType dtype, std::int64_t n_hot = 0, std::int64_t cluster = 1, const pi2::DType* down = nullptr,
+               bool apart = false) {
     char name[] = "/tmp/pi2-store-XXXXXX";
     close(mkstemp(name));
     path = name;
@@ -53,6 +55,9 @@ struct StoreFixture {
       layer.other_down = down != nullptr;
       if (down != nullptr) layer.down_dtype = *down;
       layer.cluster = cluster;
+      layer.gates = apart ? kStart : 0;  // its place is known later
+      const auto gate_bytes = static_cast<std::size_t>(apart ? layer.row_bytes : 0);
+      std::vector<char> gates;
       layer.slot_bytes = (cluster * layer.neuron_bytes() + 511) / 512 * 512;
       layer.n_hot = n_hot;
       layer.number = l;
@@ -69,11 +74,20 @@ struct StoreFixture {
           neuron.insert(neuron.end(), row.begin(), row.end());
         }
         neuron_rows.back().insert(neuron_rows.back().end(), neuron.begin(), neuron.end());
-        checks.push_back(pi2::crc32c(neuron.data(), neuron.size()));
-        file.insert(file.end(), neuron.begin(), neuron.end());
+        gates.insert(gates.end(), neuron.begin(), neuron.begin() + static_cast<std::ptrdiff_t>(gate_bytes));
+        checks.push_back(pi2::crc32c(neuron.data() + gate_bytes, neuron.size() - gate_bytes));
+        file.insert(file.end(), neuron.begin() + static_cast<std::ptrdiff_t>(gate_bytes), neuron.end());
         const std::int64_t slots_before = i / cluster + 1;  // with that of this neuron
         if ((i + 1) % cluster == 0 || i + 1 == neurons)
           file.resize(static_cast<std::size_t>(layer.slots + slots_before * layer.slot_bytes));
+      }
+      if (apart) {
+        pad();
+        layer.gates = static_cast<std::int64_t>(file.size());
+        file.insert(file.end(), gates.begin(), gates.end());
+        pad();
+        for (std::size_t at = 0; at < gates.size(); at += 4096)
+          checks.push_back(pi2::crc32c(&gates[at], std::min<std::size_t>(4096, gates.size() - at)));
       }
       layer.checks = static_cast<std::int64_t>(file.size());
       const char* from = reinterpret_cast<const char*>(checks.data());
@@ -82,7 +96,7 @@ struct StoreFixture {
     }
     pad();
     std::memcpy(superblock.data(), "PI2STORE", 8);
-    put(&superblock, 8, down != nullptr ? 3 : cluster == 1 ? 1 : 2, 4);
+    put(&superblock, 8, apart ? 5 : down != nullptr ? 3 : cluster == 1 ? 1 : 2, 4);
     put(&superblock, 16, superblock.size(), 8);
     put(&superblock, 24, file.size(), 8);
     put(&superblock, 32, layers.size(), 4);
@@ -95,7 +109,8 @@ struct StoreFixture {
       const std::int64_t numbers[] = {layer.neurons,    layer.hidden,    layer.rows,  static_cast<int>(dtype),
                                       layer.slot_bytes, layer.row_bytes, layer.n_hot, layer.number};
       for (std::size_t k = 0; k < 8; ++k) put(&superblock, at + 16 + 4 * k, static_cast<std::uint64_t>(numbers[k]), 4);
-      if (cluster > 1 || down != nullptr) put(&superblock, at + 48, static_cast<std::uint64_t>(cluster), 4);
+      put(&superblock, at + 64, static_cast<std::uint64_t>(layer.gates), 8);
+      if (cluster > 1 || down != nullptr || apart) put(&superblock, at + 48, static_cast<std::uint64_t>(cluster), 4);
       if (down == nullptr) continue;
       put(&superblock, at + 52, static_cast<std::uint64_t>(*down), 4);
       put(&superblock, at + 56, static_cast<std::uint64_t>(pi2::row_bytes(*down, hidden)), 4);

@@ -289,9 +289,9 @@ long check_slices(std::mt19937& rng) {
 
 // Layers 1 to 4 of a store are experts: the bits of the same in memory, for every budget; errors of reading as they
 // are.
-long check_store(std::mt19937& rng, Kind kind, DType w_dtype, bool a8) {
+long check_store(std::mt19937& rng, Kind kind, DType w_dtype, bool a8, bool apart = false) {
   const std::int64_t experts = 4, neurons = 90, hidden = 64;
-  const StoreFixture store(rng, experts + 1, neurons, 3, hidden, w_dtype);
+  const StoreFixture store(rng, experts + 1, neurons, 3, hidden, w_dtype, 0, 1, nullptr, apart);
   Experts made(rng, experts, neurons, 3, hidden, w_dtype, kind, DType::kQ4, a8);
   made.neuron_rows.clear();
   for (std::int64_t e = 1; e <= experts; ++e) {
@@ -560,6 +560,8 @@ int main() {
   for (const Kind kind : {Kind::kNone, Kind::kLowrank, Kind::kSignbit}) {
     cases += check_store(rng, kind, DType::kQ4, true);
     cases += check_store(rng, kind, DType::kF32, false);
+    cases += check_store(rng, kind, DType::kQ4, true, true);
+    cases += check_store(rng, kind, DType::kF32, false, true);
     cases += check_early(rng, kind) + check_drop(rng, kind);
   }
   return finish("test_experts", cases);

@@ -76,8 +76,8 @@ long check_damage(std::mt19937& rng) {
   const std::uint64_t huge = ~std::uint64_t{0} & ~std::uint64_t{4095};
   const Damage cases[] = {
       {"no superblock where the data begins", [](StoreFixture* s) { s->superblock[0] = 'Q'; }},
-      {"version 5 where this library knows 1 to 4", [](StoreFixture* s) { number(s, 8, 5, 4); }},
-      {"version 0 where this library knows 1 to 4", [](StoreFixture* s) { number(s, 8, 0, 4); }},
+      {"version 6 where this library knows 1 to 5", [](StoreFixture* s) { number(s, 8, 6, 4); }},
+      {"version 0 where this library knows 1 to 5", [](StoreFixture* s) { number(s, 8, 0, 4); }},
       {"layer 0: chunks of 96 neurons, of which there are",
        [](StoreFixture* s) { number(s, 8, 4, 4), number(s, 128 + 48, 1, 4), number(s, 128 + 60, 96, 4); }},
       {"layer 0: clusters of 0 neurons", [](StoreFixture* s) { number(s, 8, 2, 4); }},
@@ -127,9 +127,18 @@ long check_damage(std::mt19937& rng) {
       {"layer 0: down rows of 101 bytes for 96 numbers", [](StoreFixture* s) { number(s, 128 + 56, 101, 4); }},
       {"layer 0: slots of 512 bytes for 4 neurons of 246", [](StoreFixture* s) { number(s, 128 + 48, 4, 4); }},
   };
+  // Of a store with gates apart: 70 of 72 bytes are two pages.
+  const Damage of_apart[] = {
+      {"layer 0: 2 pages of gates at 8193", [](StoreFixture* s) { number(s, 128 + 64, 8193, 8); }},
+      {"layer 0: 2 pages of gates at 4096", [](StoreFixture* s) { number(s, 128 + 64, 4096, 8); }},
+      {"layer 1: 2 pages of gates at", [=](StoreFixture* s) { number(s, 256 + 64, huge, 8); }},
+      {"layer 0: 2 pages of gates at", [](StoreFixture* s) { number(s, 128 + 64, s->file.size() - 4096, 8); }},
+      {"layer 1: 72 checksums at", [](StoreFixture* s) { number(s, 256 + 8, s->file.size() - 280, 8); }},
+      {"layer 0: slots of 512 bytes for 8 neurons of 144", [](StoreFixture* s) { number(s, 128 + 48, 8, 4); }},
+  };
   long n = 0;
-  const auto check = [&](const Damage& damage, DType dtype, std::int64_t hidden, const DType* down) {
-    StoreFixture store(rng, 2, 70, 3, hidden, dtype, 0, 1, down);
+  const auto check = [&](const Damage& damage, DType dtype, std::int64_t hidden, const DType* down, bool apart) {
+    StoreFixture store(rng, 2, 70, 3, hidden, dtype, 0, 1, down, apart);
     damage.make(&store);
     if (damage.sealed) seal(&store.superblock);
     if (store.file.size() > 8192) {
@@ -142,9 +151,10 @@ long check_damage(std::mt19937& rng) {
               found.c_str());
     ++n;
   };
-  for (const Damage& damage : cases) check(damage, DType::kQ4, 100, nullptr);
+  for (const Damage& damage : cases) check(damage, DType::kQ4, 100, nullptr, false);
+  for (const Damage& damage : of_apart) check(damage, DType::kQ4, 100, nullptr, true);
   const DType int8 = DType::kQ8;
-  for (const Damage& damage : of_pairs) check(damage, DType::kQ5_1, 96, &int8);
+  for (const Damage& damage : of_pairs) check(damage, DType::kQ5_1, 96, &int8, false);
   StoreFile none;
   PI2_CHECK(none.open("/nowhere/model.pi2", false).find("cannot be opened: No such file") == 0, "a missing file");
   return n + 1;

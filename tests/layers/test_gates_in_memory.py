@@ -20,6 +20,7 @@ from torch_pi2.layers.offloaded import InStore, OffloadedFFN
 from torch_pi2.ops import ffn as reference
 from torch_pi2.ops.constants import constants
 from torch_pi2.store.storefile import StoreReader
+from torch_pi2.types.plan import LayerPlan
 
 #: Gated with relu, without a gate, and with a threshold of each neuron's own.
 KINDS: dict[str, dict[str, Any]] = {
@@ -30,7 +31,22 @@ KINDS: dict[str, dict[str, Any]] = {
 IDS = torch.randint(3, 64, (8, 16), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture(scope="module", params=[(kind, form) for kind in KINDS for form in ("float", "int4")], ids="-".join)
+def packed(folder: Path, form: str, how: dict[str, Any]) -> Path:
+    """The store of ``folder / "saved"``; of form ``slots`` as before gates lay apart."""
+    with pytest.MonkeyPatch.context() as patched:
+        if form == "slots":
+            patched.setattr(LayerPlan, "gate_decides", False)
+        torch_pi2.pack(folder / "saved", folder / "store", cluster=1, **how)
+    with StoreReader(folder / "store" / "pi2" / "model.pi2") as reader:
+        assert {(entry.cluster, entry.gates > 0) for entry in reader.entries} == {(1, form != "slots")}
+    return folder / "store"
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(kind, form) for kind in KINDS for form in ("float", "int4")] + [("llama-bias", "slots")],
+    ids="-".join,
+)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     kind, form = request.param
     model, made = tiny(kind), tmp_path_factory.mktemp("gates")
@@ -39,15 +55,14 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             if name.endswith(("gate_proj.bias", "fc1.bias")):
                 bias.fill_(-1.0)
     torch_pi2.save(torch_pi2.optimize(model, IDS, **({"method": "exact"} | KINDS[kind])), made / "saved")
-    torch_pi2.pack(made / "saved", made / "store", cluster=1, **({} if form == "float" else {"weights": form}))
-    return made / "store"
+    return packed(made, form, {"weights": form} if form == "int4" else {})
 
 
 def within(folder: Path, share: float, **more: Any) -> Any:
     """A model that has room for ``share`` of its neurons."""
     whole = torch_pi2.stats(torch_pi2.load(folder, budget="1GiB", **more))["budget"]
-    assert whole.gates == 0  # all neurons are in memory
-    return torch_pi2.load(folder, budget=whole.smallest + whole.in_slots(int(whole.neurons * share)), **more)
+    least, neurons = whole.smallest - whole.gates, whole.in_slots(whole.neurons) + whole.gates
+    return torch_pi2.load(folder, budget=least + int(neurons * share), **more)
 
 
 def layers(model: Any) -> list[Any]:
@@ -58,6 +73,8 @@ def layers(model: Any) -> list[Any]:
 
 def test_the_bits_are_those_in_memory_and_only_what_fires_is_wanted(folder: Path) -> None:
     memory, model = torch_pi2.load(folder), within(folder, 0.6)
+    with StoreReader(folder / "pi2" / "model.pi2") as reader:
+        entries = reader.entries
     budget = torch_pi2.stats(model)["budget"]
     rows = [layer.gate_rows for layer in layers(model)]
     assert budget.gates == sum(r.nbytes for r in rows) > 0
@@ -70,9 +87,11 @@ def test_the_bits_are_those_in_memory_and_only_what_fires_is_wanted(folder: Path
             assert (wanted == every) if tokens == constants().gemm_tokens else (wanted < every or tokens > 1)
             mine._gates.tensors, kept = (), mine._gates.tensors
             torch_pi2.stats(model, reset=True)
-            mine(x_TH)
+            assert torch.equal(mine(x_TH), theirs(x_TH))
             mine._gates.tensors = kept
-            assert torch_pi2.stats(model)["wanted"] == every
+            found, apart = torch_pi2.stats(model), entries[mine.store_layer].gate_bytes
+            assert found["wanted"] == (wanted if apart else every)  # gates are read first
+            assert found["bytes_read"] >= apart
     texts = [torch_pi2.generate(m, IDS[:1], max_new_tokens=12, eos_token_id=[]).sequences for m in (memory, model)]
     assert texts[0] == texts[1]
 
@@ -140,7 +159,7 @@ def test_neurons_lie_apart_where_a_gate_decides(how: dict[str, Any], cluster: in
     torch_pi2.save(torch_pi2.optimize(model, IDS if cluster else None, method="exact"), tmp_path / "saved")
     torch_pi2.pack(tmp_path / "saved", tmp_path / "store")
     with StoreReader(tmp_path / "store" / "pi2" / "model.pi2") as reader:
-        assert (reader.entries[0].cluster == 1) == (cluster == 1)
+        assert (reader.entries[0].cluster == 1) == (cluster == 1) == (reader.entries[0].gates > 0)
 
 
 #: Experts without gates beside a shared one in blocks ``MEM*E``, and ReGLU experts.
@@ -162,18 +181,18 @@ MIXTURES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(
-    scope="module", params=[(m, form) for m in MIXTURES for form in ("bfloat16", "int4", "int8")], ids="-".join
+    scope="module",
+    params=[(m, form) for m in MIXTURES for form in ("bfloat16", "int4", "int8")] + [("nemotron_h", "slots")],
+    ids="-".join,
 )
 def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """The store of a mixture of experts, and how it is loaded: int8 with int8 activations."""
     kind, form = request.param
     made = tmp_path_factory.mktemp("experts")
     shape = SIZES | MIXTURES[kind] | {"model_type": kind}
-    torch_pi2.synthetic(made / "plain", shape, active=0.2, weights=form, predictor=None)
-    torch_pi2.pack(made / "plain", made / "store")
-    with StoreReader(made / "store" / "pi2" / "model.pi2") as reader:
-        assert {entry.cluster for entry in reader.entries} == {1}
-    return made / "store", {"activations": "int8"} if form == "int8" else {}
+    weights = "int4" if form == "slots" else form
+    torch_pi2.synthetic(made / "saved", shape, active=0.2, weights=weights, predictor=None)
+    return packed(made, form, {}), {"activations": "int8"} if form == "int8" else {}
 
 
 def experts_of(model: Any) -> Iterator[OffloadedExperts]:
@@ -223,8 +242,13 @@ def test_of_experts_in_memory_only_what_fires_is_wanted(mixture: tuple[Path, dic
         torch_pi2.stats(model, reset=True)
         y_TH = experts.compute(x_TH, index, torch.ones(1, 2))
         wanted.append((torch_pi2.stats(model)["wanted"], y_TH))
-    assert 0 < wanted[0][0] < wanted[1][0] < wanted[2][0] == every
-    assert wanted[1][0] > every // 2
+    with StoreReader(folder / "pi2" / "model.pi2") as reader:
+        apart = reader.entries[0].gates > 0
+    assert 0 < wanted[0][0] < every
+    if apart:
+        assert wanted[0][0] == wanted[1][0] == wanted[2][0]
+    else:
+        assert every // 2 < wanted[1][0] < wanted[2][0] == every
     assert all(torch.equal(y, wanted[0][1]) for _, y in wanted)
 
 

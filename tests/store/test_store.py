@@ -418,7 +418,7 @@ ON_OPENING: dict[str, tuple[Callable[[Damaged], Any], str]] = {
     ),
     "superblock not the first": (_superblock_last, r"pi2\.superblock is uint8 \[4096\] at byte"),
     "magic": (lambda d: d.number(0, 0x51), "magic b'Q"),
-    "version": (lambda d: d.number(8, 5), "superblock version 5"),
+    "version": (lambda d: d.number(8, 6), "superblock version 6"),
     "checksum": (lambda d: _flip(d, "pi2.superblock", 4000), r"superblock checksum \w{8} where it says \w{8}"),
     "superblock's size": (lambda d: d.number(16, 8192, "<Q"), "2 layers in 8192 of 4096 bytes, pages of 4096"),
     "page": (lambda d: d.number(36, 512), "2 layers in 4096 of 4096 bytes, pages of 512"),
@@ -481,12 +481,12 @@ def test_taken_apart_and_put_together_it_is_whole(toys: Path, tmp_path: Path) ->
         assert store.verify() > 0
 
 
-@pytest.mark.parametrize("change", [{"pi2_version": "5"}, {"pi2_format": "torch_pi2.weights"}])
+@pytest.mark.parametrize("change", [{"pi2_version": "6"}, {"pi2_format": "torch_pi2.weights"}])
 def test_other_files_are_no_stores(toys: Path, tmp_path: Path, change: dict[str, str]) -> None:
     damaged = Damaged(store_of(toys / "out"))
     damaged.meta.update(change)
     damaged.write(tmp_path / "f")
-    with pytest.raises(ArtifactError, match=r"expected torch_pi2\.store version 2 or 3 or 4, found torch_pi2\."):
+    with pytest.raises(ArtifactError, match=r"expected torch_pi2\.store version 2 or 3 or 4 or 5, found torch_pi2\."):
         StoreReader(tmp_path / "f")
 
 
@@ -497,7 +497,7 @@ def test_truncated_or_foreign(toys: Path, tmp_path: Path) -> None:
         with pytest.raises(ArtifactError, match="found damage"):
             StoreReader(tmp_path / "f")
     with pytest.raises(
-        ArtifactError, match=r"expected torch_pi2\.store version 2 or 3 or 4, found torch_pi2\.weights v"
+        ArtifactError, match=r"expected torch_pi2\.store version 2 or 3 or 4 or 5, found torch_pi2\.weights v"
     ):
         StoreReader(toys / "in" / "pi2" / "weights.safetensors")
 
@@ -545,6 +545,79 @@ def test_many_damaged_neurons_are_counted(toys: Path, tmp_path: Path) -> None:
         assert store.read_layer(0, (5, 9)).shape == (4, 3, 36)
         with pytest.raises(ArtifactError, match=r"neuron 3 of layers\.0 has .*, and 2 others"):
             store.read_layer(0)
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store whose first layer has 180 gates of 36 bytes apart: on two pages."""
+    root = tmp_path_factory.mktemp("apart")
+    plan = Plan.load(toy(root / "in", (180, 9)) / "pi2")
+    plan.layers[0].expected_active = 0.1
+    plan.save(root / "in" / "pi2")
+    torch_pi2.pack(root / "in", root / "out")
+    return root
+
+
+def test_gates_apart_are_the_same_neurons(apart: Path, tmp_path: Path) -> None:
+    pack(apart / "out", tmp_path / "again")
+    torch_pi2.pack(apart / "out", tmp_path / "slots", cluster=2)
+    again, out = (store_of(folder).read_bytes() for folder in (tmp_path / "again", apart / "out"))
+    assert again[-len(out) + 8192 :] == out[8192:]  # without the header, which names what it was made from
+    with StoreReader(store_of(apart / "out")) as store, StoreReader(store_of(tmp_path / "slots")) as slots:
+        assert store.metadata["pi2_version"] == "5"
+        assert (store.entries[0].neuron_bytes, slots.entries[0].neuron_bytes) == (72, 108)
+        assert [bool(entry.gates) for entry in store.entries] == [True, False]
+        for rows in (None, (0, 7), (113, 115), (100, 180)):
+            assert torch.equal(store.read_layer(0, rows), slots.read_layer(0, rows))
+        assert torch.equal(store.first_rows(0), slots.first_rows(0))
+        assert store.verify() > 0
+        assert sum(store.regions().values()) == store_of(apart / "out").stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: _flip(d, "layers.0.gates", 4099), r"gates of layers\.0 at byte 4096 have another checksum"),
+        (lambda d: _flip(d, "layers.0.gates"), r"gates of layers\.0 at byte 0 have another checksum"),
+        (lambda d: _flip(d, "layers.0.checks", 4 * 181), r"gates of layers\.0 at byte 4096 have another checksum"),
+        (lambda d: _flip(d, "layers.0.checks", 4 * 9), r"neuron 9 of layers\.0 has checksum"),
+    ],
+)
+def test_damaged_gates_are_seen_when_read(
+    apart: Path, tmp_path: Path, change: Callable[[Damaged], Any], message: str
+) -> None:
+    damaged = Damaged(store_of(apart / "out"))
+    change(damaged)
+    damaged.write(tmp_path / "f")
+    with StoreReader(tmp_path / "f") as store:
+        for read in (store.verify, lambda: store.read_layer(0)):
+            with pytest.raises(ArtifactError, match=message):
+                read()
+        if "gates" in message:
+            with pytest.raises(ArtifactError, match=message):
+                store.first_rows(0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d.number(128 + 64, 8192, "<Q"), r"\(ValueError: gates of layers\.0"),
+        (lambda d: d.number(128 + 64, 0, "<Q"), "values where version 5 has others"),
+        (lambda d: d.number(8, 4), "values where version 4 has others"),
+        (lambda d: d.rename("layers.0.gates", "pi2.padding.9"), r"gates of layers\.0"),
+        (lambda d: d.rename("layers.0.gates", "layers.1.gates"), r"gates of layers\.0"),
+        (lambda d: d.header["layers.0.gates"].update(shape=[90, 72]), r"gates of layers\.0"),
+        (lambda d: d.number(128 + 32, 64), r"slot_bytes, bundles of layers\.0"),
+    ],
+)
+def test_damaged_places_of_gates_are_seen_on_opening(
+    apart: Path, tmp_path: Path, change: Callable[[Damaged], Any], message: str
+) -> None:
+    damaged = Damaged(store_of(apart / "out"))
+    change(damaged)
+    damaged.write(tmp_path / "f", sealed=True)
+    with pytest.raises(ArtifactError, match=message):
+        StoreReader(tmp_path / "f")
 
 
 def test_padding_is_nobodys(toys: Path, tmp_path: Path) -> None:

@@ -211,30 +211,31 @@ class _Packer:
         if not here.layers:
             fix = "Import its file or checkpoint again with neurons='all' (--neurons all); some models have none."
             raise ConfigError(f"packing {self.whole}", expected="layers of neurons", found="none", fix=fix)
-        layers = [_layer(layer, reader) for layer in here.layers]
-        ours = {name for layer in layers for name in layer.tensors} | {SUPERBLOCK}
+        # a shard and a bundle keep no gates in memory
+        gates = shard is None and self.cluster in (None, 1)
+        layers = [_layer(layer, reader, gates and layer.gate_decides) for layer in here.layers]
+        ours = {name for layer in layers for name in (*layer.tensors, f"{layer.site.key}.gates")} | {SUPERBLOCK}
         ours |= {f"{name}.blocks" for name in self.reader.in_blocks}  # of tied linears; a store has their rows alone
         weights = {n: spec for n, spec in reader.specs.items() if n not in ours and not PADDING.fullmatch(n)}
         parts = dict(beside.specs)
         if not parts:  # they are in the reader's store
             parts = {n: weights.pop(n) for n in list(weights) if part_of(n) is not None}
         sites = {"sites": json.dumps({layer.site.key: self.reader.strategy(layer.site.key) for layer in here.layers})}
-        # a shard and a bundle keep no gates in memory
-        gates = shard is None and any(layer.gate_decides for layer in self.plan.layers)
 
         def file_of(name: str) -> Any:
             return beside if name in beside.specs else reader
 
-        origin, cluster = _provenance(self.whole, self.reader), self.cluster or (1 if gates else None)
+        cluster = 1 if any(layer.apart for layer in layers) else self.cluster
+        origin = _provenance(self.whole, self.reader)
         about = reader.metadata | sites
         return StoreAssembly(self.plan, layers, [parts, weights], file_of, about, origin, cluster=cluster, shard=shard)
 
 
-def _layer(layer: LayerPlan, reader: Any) -> StoreLayer:
+def _layer(layer: LayerPlan, reader: Any, apart: bool) -> StoreLayer:
     site = layer.site
     reader.read_neurons(site, (0, 0))  # raises if the layer is missing
     kind = reader.format_of(site.key)
-    return StoreLayer(site, hot_neurons(layer), kind, lambda *rows: reader.read_neurons(site, rows))
+    return StoreLayer(site, hot_neurons(layer), kind, lambda *rows: reader.read_neurons(site, rows), apart)
 
 
 def _provenance(source: Path, reader: QuantizedWeights) -> str:

@@ -160,7 +160,7 @@ def divide_budget(
     """
     if context < 0:
         raise ConfigError("context", expected="0 or more tokens", found=str(context), fix="Correct it.")
-    neuron_rows = {f"{key}.bundles" for key in store.keys}
+    neuron_rows = {f"{key}.{what}" for key in store.keys for what in ("bundles", "gates")}
     ours = ("pi2.", *(f"{key}.checks" for key in store.keys))
     sizes = {
         name: (dtype.itemsize if spec.dtype.is_floating_point else 1) * (spec.nbytes // spec.dtype.itemsize)
@@ -174,6 +174,9 @@ def divide_budget(
     slot = place_bytes(store.entries, config)
     count = sum(entry.slots_in_file for entry in store.entries)
     staging, tables, _ = engine_bytes(store.entries, config)
+    if config.engine != "mmap":  # gates that are read for a call
+        several = (constants().gate_buffers if layer.site.experts else 1 for layer in plan.layers)
+        staging += max(entry.gate_bytes * count for entry, count in zip(store.entries, several))
     parts = {
         "fixed": sum(sizes.values()),
         "predictors": sum(predictor_bytes(predictors.get(layer.site.key)) for layer in plan.layers),
@@ -205,15 +208,18 @@ def with_gates(budget: Budget, store: StoreReader, plan: Plan, model_config: Any
 
     def wanted(gates: Mapping[int, int]) -> float:
         return sum(
-            chosen.get(layer.site.experts, 1.0) * -(-wanted_neurons(layer, index in gates) // entry.cluster)
+            chosen.get(layer.site.experts, 1.0)
+            * -(-wanted_neurons(layer, entry.gates > 0 or index in gates) // entry.cluster)
             for index, (layer, entry) in enumerate(zip(plan.layers, store.entries))
         )
 
+    apart = any(entry.gates for entry in store.entries)  # they are read in any case
+
     gates: dict[int, int] = {}
-    if store.shard is None and left < whole and config.engine != "mmap":
+    if store.shard is None and (apart or left < whole) and config.engine != "mmap":
         gates = kept_gates(store.entries, plan, left)
         # with gates fewer neurons are wanted, but fewer are in memory
-        if wanted(gates) * (whole - left + sum(gates.values())) >= wanted({}) * (whole - left):
+        if not apart and wanted(gates) * (whole - left + sum(gates.values())) >= wanted({}) * (whole - left):
             gates = {}
     made = replace(budget, gates=sum(gates.values()), token=budget.slot * math.ceil(wanted(gates)))
     return made.with_total(budget.total, Path(store.path).parent.parent)
@@ -245,7 +251,8 @@ def place_gates(model: nn.Module, path: Path, plan: Plan, gates: int) -> None:
 
 def gate_bytes(entry: LayerEntry, layer: LayerPlan) -> int:
     """Bytes of the rows that say exactly which neurons of a layer fire; 0: keeping them in memory would not pay."""
-    return entry.neurons * entry.row_bytes if layer.gate_decides and entry.cluster == 1 else 0
+    decides = entry.gates or (layer.gate_decides and entry.cluster == 1)
+    return entry.neurons * entry.row_bytes if decides else 0
 
 
 def _warn_below_cliff(budget: Budget, folder: Path) -> None:

@@ -18,8 +18,8 @@ class Constants(NamedTuple):
     Attributes:
         chunks, pass_tokens, prompt_tokens, prompt_neurons, stream_from: ``pi2/ffn.h``.
         gemm_tokens, blocks (one bit per format code that may be in blocks): ``pi2/linear.h``.
-        mask_bytes: ``pi2/predict.h``. expert_bytes: ``pi2/experts.h``. attention_split, attention_rows:
-        ``pi2/attention.h``. most_traced, stages, trace_counters: ``pi2/trace.h``.
+        mask_bytes: ``pi2/predict.h``. expert_bytes: ``pi2/experts.h``. gate_buffers: ``pi2/offload.h``.
+        attention_split, attention_rows: ``pi2/attention.h``. most_traced, stages, trace_counters: ``pi2/trace.h``.
     """
 
     chunks: int
@@ -31,6 +31,7 @@ class Constants(NamedTuple):
     blocks: int
     mask_bytes: int
     expert_bytes: int
+    gate_buffers: int
     attention_split: int
     attention_rows: int
     most_traced: int

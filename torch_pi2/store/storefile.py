@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torch_pi2.base.crc32c import crc32c
+from torch_pi2.base.crc32c import block_checks, crc32c
 from torch_pi2.base.memory import new_tensor
 from torch_pi2.base.progress import bar
 from torch_pi2.base.reading import PIECE
@@ -40,9 +40,9 @@ from torch_pi2.types.site import FFNSite
 STORE_FILE = "model.pi2"
 STORE_FORMAT = "torch_pi2.store"
 #: Version 1, with plan, predictors and statistics in separate files, is no longer supported.
-STORE_VERSIONS = ("2", "3", "4")
+STORE_VERSIONS = ("2", "3", "4", "5")
 #: Version of ``weights.safetensors`` -> version of a store with its metadata. 3: linear layers in several formats,
-#: or a quantised embedding; 4: neurons in another format than the rest, or in two.
+#: or a quantised embedding; 4: neurons in another format than the rest, or in two. 5: all that, and gates apart.
 _STORE_VERSIONS_OF = {WEIGHTS_VERSION: "2", MIXED_VERSION: "3", PAIRS_VERSION: "4", BLOCKS_VERSION: "4"}
 SUPERBLOCK = "pi2.superblock"
 #: Metadata key of stores with a shard.
@@ -64,9 +64,11 @@ def open_weights(pi2: Path) -> QuantizedWeights:
     return StoreReader(path) if path.name == STORE_FILE else QuantizedWeights(path)
 
 
-def store_version(weights: Mapping[str, str]) -> str:
-    """Version of a store made from a file with this metadata."""
+def store_version(weights: Mapping[str, str], apart: bool = False) -> str:
+    """Version of a store made from a file with this metadata. ``apart``: gates lie apart from slots."""
     found = weights["pi2_version"]
+    if apart:
+        return STORE_VERSIONS[-1]
     return found if weights["pi2_format"] == STORE_FORMAT else _STORE_VERSIONS_OF[found]
 
 
@@ -98,7 +100,7 @@ class StoreReader(QuantizedWeights):
 
     all_checked = False  # neurons have their own checksums, in tensors
     file_format, file_versions, blocks_versions = STORE_FORMAT, STORE_VERSIONS, ()
-    pairs_versions = (_STORE_VERSIONS_OF[PAIRS_VERSION],)
+    pairs_versions = (_STORE_VERSIONS_OF[PAIRS_VERSION], STORE_VERSIONS[-1])
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
@@ -120,6 +122,7 @@ class StoreReader(QuantizedWeights):
         if sorted(keys) != sorted(self.strategies):
             layers.wrong("the keys of sites")
         ours = [SUPERBLOCK, *(f"{key}.{what}" for key in keys for what in ("bundles", "checks"))]
+        ours += [name for name in (f"{key}.gates" for key in keys) if name in self.specs]
         named = {name for name in self.specs if not PADDING.fullmatch(name)}
         if named != {*ours, *self.checks} or len(named) != len(ours) + len(self.checks):
             odd = sorted(named.symmetric_difference({*ours, *self.checks})) or ["a name twice"]
@@ -156,6 +159,8 @@ class StoreReader(QuantizedWeights):
         formats = format_fields(self.format_of(key), entry.hidden)
         mine = None if self.shard is None else self.shard.layers[key]
         chunks = (entry.neurons, 0) if mine is None else (mine.neurons, mine.chunk)
+        gates = f"{key}.gates"
+        spec = Spec((entry.neurons, entry.row_bytes), torch.uint8) if entry.gates else None
         wanted = {
             "rows": entry.rows in (2, 3),
             "neurons": entry.neurons >= 1 and entry.hidden >= 1,
@@ -166,7 +171,9 @@ class StoreReader(QuantizedWeights):
             "slots": entry.slots == self.offset(f"{key}.bundles") and entry.slots % PAGE == 0,
             "checks": entry.checks == self.offset(f"{key}.checks"),
             "bundles": self.specs[f"{key}.bundles"] == Spec((entry.slots_in_file, entry.slot_bytes), torch.uint8),
-            "length of checks": self.specs[f"{key}.checks"] == Spec((4 * entry.neurons,), torch.uint8),
+            "length of checks": self.specs[f"{key}.checks"] == Spec((4 * entry.checksums,), torch.uint8),
+            "gates": self.specs.get(gates) == spec and entry.gates == (self.offset(gates) if spec else 0),
+            "page of gates": entry.gates % PAGE == 0,
         }
         wrong = [name for name, good in wanted.items() if not good]
         if wrong:
@@ -241,14 +248,28 @@ class StoreReader(QuantizedWeights):
     def first_rows(self, index: int) -> torch.Tensor:
         """The first rows of all neurons of a layer, in plan order and the operators' format ``[I, ...]``."""
         entry, rows = self.entries[index], list[torch.Tensor]()
+        if entry.gates:
+            return self.as_computed(self._gates(index, 0, entry.neurons))
         step = max(1, PIECE // entry.neuron_bytes)
         for start in range(0, entry.neurons, step):
             part = self.read_layer(index, (start, min(start + step, entry.neurons)))
             rows.append(part.flatten(1)[:, : entry.row_bytes].clone())
         return self.as_computed(torch.cat(rows))
 
+    def _gates(self, index: int, start: int, stop: int) -> torch.Tensor:
+        """The first rows of these neurons, which lie apart, verified: uint8 ``[n, row_bytes]``."""
+        entry, key = self.entries[index], self.keys[index]
+        first, last = start * entry.row_bytes // PAGE, -(-stop * entry.row_bytes // PAGE)
+        at = first * PAGE
+        data = self.read_bytes(f"{key}.gates", at, min(last * PAGE, entry.gate_bytes))
+        stored = self.read_bytes(f"{key}.checks", 4 * (entry.neurons + first), 4 * (entry.neurons + last))
+        wrong = np.flatnonzero(block_checks(data).numpy() != stored.numpy().view("<u4"))
+        if len(wrong):
+            self._damaged(f"the gates of {key} at byte {at + int(wrong[0]) * PAGE} have another checksum")
+        return data[start * entry.row_bytes - at : stop * entry.row_bytes - at].view(-1, entry.row_bytes)
+
     def _pieces(self, index: int, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Position of the first neuron, and verified neurons ``[n, neuron_bytes]``."""
+        """Position of the first neuron, and verified neurons ``[n, bytes]`` with all of their rows."""
         entry, key = self.entries[index], self.keys[index]
         first, last = start // entry.cluster, -(-stop // entry.cluster)  # slots
         step = max(1, PIECE // entry.slot_bytes)
@@ -268,6 +289,8 @@ class StoreReader(QuantizedWeights):
                     f"neuron {at + first} of {key} has checksum {found[first]:08x}, not {stored[first]:08x}"
                     + (f", and {len(wrong) - 1} others" if len(wrong) > 1 else "")
                 )
+            if entry.gates:
+                neuron_rows = torch.cat((self._gates(index, at, end), neuron_rows), 1)
             yield at, neuron_rows
 
     def verify(self, progress: bool = False) -> int:
@@ -291,9 +314,10 @@ class StoreReader(QuantizedWeights):
     def regions(self) -> dict[str, int]:
         """Bytes of the file by purpose; their sum is the file's size."""
         found = {"header": self.offset(SUPERBLOCK), "superblock": self.specs[SUPERBLOCK].nbytes}
+        found["gates"] = sum(entry.gate_bytes for entry in self.entries)
         found["bundles"] = sum(entry.neurons * entry.neuron_bytes for entry in self.entries)
         found["slot_padding"] = sum(entry.slots_in_file * entry.slot_bytes for entry in self.entries) - found["bundles"]
-        found["checks"] = sum(4 * entry.neurons for entry in self.entries)
+        found["checks"] = sum(4 * entry.checksums for entry in self.entries)
         rows = {f"{name}.weight" for name in self.linears}
         found["linears"] = sum(self.specs[name].nbytes for name in self.checks if name in rows)
         parts = {name: part_of(name) for name in self.checks}

@@ -8,8 +8,9 @@ from dataclasses import astuple, dataclass, replace
 from torch_pi2.base.crc32c import continue_crc32c
 
 MAGIC = b"PI2STORE"
-#: 1: a slot per neuron; 2: a slot per cluster; 3: down rows in another format; 4: shards, with some of the chunks.
-VERSIONS = (1, 2, 3, 4)
+#: 1: a slot per neuron; 2: a slot per cluster; 3: down rows in another format; 4: shards, with some of the chunks; 5:
+#: gates apart from slots.
+VERSIONS = (1, 2, 3, 4, 5)
 #: Alignment of the superblock, the data and each layer's slots.
 PAGE = 4096
 #: Alignment of slots: the smallest block of a device.
@@ -19,7 +20,7 @@ MOST_CLUSTER = 64
 #: Bytes of the fixed part, and of each layer's entry.
 _PART = 128
 _HEADER = struct.Struct("<8sIIQQII32s")
-_ENTRY = struct.Struct("<QQIIIIIIIIIIII")
+_ENTRY = struct.Struct("<QQIIIIIIIIIIIIQ")
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class LayerEntry:
         cluster: neurons per slot, a power of two up to ``MOST_CLUSTER``; the last slot may have fewer.
         down, down_row_bytes: format code and bytes of down rows; 0: the same as other rows.
         chunk: neurons per chunk of the complete layer, if the file has only some of its chunks; 0: it has all.
+        gates: file offset of the first rows of all neurons, which slots then lack; 0: they are in the slots.
     """
 
     slots: int
@@ -50,11 +52,22 @@ class LayerEntry:
     down: int = 0
     down_row_bytes: int = 0
     chunk: int = 0
+    gates: int = 0
 
     @property
     def neuron_bytes(self) -> int:
-        """Bytes per neuron. A slot has ``cluster`` neurons, then zeros."""
-        return (self.rows - 1) * self.row_bytes + (self.down_row_bytes or self.row_bytes)
+        """Bytes per neuron in its slot. A slot has ``cluster`` neurons, then zeros."""
+        return (self.rows - (2 if self.gates else 1)) * self.row_bytes + (self.down_row_bytes or self.row_bytes)
+
+    @property
+    def gate_bytes(self) -> int:
+        """Bytes of the first rows that lie apart."""
+        return self.neurons * self.row_bytes if self.gates else 0
+
+    @property
+    def checksums(self) -> int:
+        """Number of checksums: of each neuron's rows in its slot, then of each page of gates."""
+        return self.neurons + -(-self.gate_bytes // PAGE)
 
     @property
     def slots_in_file(self) -> int:
@@ -76,6 +89,7 @@ class Superblock:
         clusters = any(entry.cluster > 1 for entry in self.layers)
         version = 3 if any(entry.down for entry in self.layers) else 2 if clusters else 1
         version = 4 if any(entry.chunk for entry in self.layers) else version
+        version = 5 if any(entry.gates for entry in self.layers) else version
         packed = (astuple(entry if version > 1 else replace(entry, cluster=0)) for entry in self.layers)
         entries = b"".join(_ENTRY.pack(*values).ljust(_PART, b"\0") for values in packed)
 

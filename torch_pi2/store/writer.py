@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from torch_pi2.base.crc32c import check_bytes, crc32c
+from torch_pi2.base.crc32c import block_checks, check_bytes, crc32c
 from torch_pi2.base.reading import PIECE
 from torch_pi2.base.tensorfile import Spec, TensorWriter, in_file_order
 from torch_pi2.errors import ArtifactError
-from torch_pi2.formats import neuron_shape
+from torch_pi2.formats import formats_of, neuron_shape, row_bytes
 from torch_pi2.store.storefile import SHARD, STORE_FORMAT, SUPERBLOCK, format_fields, store_version
 from torch_pi2.store.superblock import (
     MOST_CLUSTER,
@@ -47,11 +47,19 @@ class StoreLayer:
     n_hot: int
     format: str
     read: Callable[[int, int], torch.Tensor]
+    #: Whether the first rows of its neurons lie apart from their slots: what fires is known from them.
+    apart: bool = False
 
     @property
-    def tensors(self) -> tuple[str, str]:
-        """Names of its tensors: slots, and checksums of the neurons."""
-        return f"{self.site.key}.bundles", f"{self.site.key}.checks"
+    def tensors(self) -> tuple[str, ...]:
+        """Names of its tensors: slots, checksums, and gates that lie apart."""
+        names = ("bundles", "checks", "gates") if self.apart else ("bundles", "checks")
+        return tuple(f"{self.site.key}.{name}" for name in names)
+
+    @property
+    def gate_bytes(self) -> int:
+        """Bytes of a neuron's first row that lies apart."""
+        return row_bytes(formats_of(self.format)[0], self.site.hidden) if self.apart else 0
 
 
 class StoreAssembly:
@@ -68,7 +76,7 @@ class StoreAssembly:
     Attributes:
         specs: all tensors. metadata: of the file.
         others: names of the tensors in ``groups``. slots: layer key -> distance between slots in bytes.
-        neuron_bytes: layer key -> bytes per neuron.
+        neuron_bytes: layer key -> bytes per neuron in its slot.
     """
 
     def __init__(
@@ -86,6 +94,7 @@ class StoreAssembly:
         self._plan, self.layers, self._source, self._shard = plan, layers, source, shard
         self.neuron_bytes = {
             layer.site.key: math.prod(neuron_shape(layer.format, layer.site.rows_per_neuron, layer.site.hidden))
+            - layer.gate_bytes
             for layer in layers
         }
         self.cluster = cluster or self._default_cluster()
@@ -97,7 +106,7 @@ class StoreAssembly:
         self._place(groups)
         self.metadata = {name: text for name, text in weights.items() if name not in (SHARD, BLOCKS)} | {
             "pi2_format": STORE_FORMAT,
-            "pi2_version": store_version(weights),
+            "pi2_version": store_version(weights, any(layer.apart for layer in layers)),
             "layers": json.dumps([layer.site.key for layer in layers]),
             "orders_hash": plan.orders_hash,
             "provenance": provenance,
@@ -117,8 +126,14 @@ class StoreAssembly:
         for layer in self.layers:
             self._to_page()
             self._add(layer.tensors[0], -(-layer.site.intermediate // self.cluster), self.slots[layer.site.key])
+            if layer.apart:
+                self._to_page()
+                self._add(layer.tensors[2], layer.site.intermediate, layer.gate_bytes)
+        if self.layers[-1].apart:
+            self._to_page()
         for layer in self.layers:
-            self._add(layer.tensors[1], 4 * layer.site.intermediate)
+            pages = -(-layer.site.intermediate * layer.gate_bytes // PAGE)
+            self._add(layer.tensors[1], 4 * (layer.site.intermediate + pages))
         for group in groups:
             names = in_file_order(group)
             if names:
@@ -148,7 +163,7 @@ class StoreAssembly:
         """The superblock of the file ``out``, which has all offsets."""
         entries = []
         for layer in self.layers:
-            site, (slots, checks) = layer.site, layer.tensors
+            site, (slots, checks, *gates) = layer.site, layer.tensors
             entries.append(
                 LayerEntry(
                     slots=out.offset(slots),
@@ -161,6 +176,7 @@ class StoreAssembly:
                     layer=site.layer,
                     cluster=self.cluster,
                     chunk=0 if self._shard is None else self._shard.layers[site.key].chunk,
+                    gates=out.offset(gates[0]) if gates else 0,
                     **format_fields(layer.format, site.hidden),
                 )
             )
@@ -183,14 +199,17 @@ class StoreAssembly:
             out.copy_from(self._source(name), name)
 
     def _write_slots(self, layer: StoreLayer, out: TensorWriter) -> None:
-        slots_name, checks_name = layer.tensors
+        slots_name, checks_name, *gates_name = layer.tensors
         n_slots, per_slot = self.specs[slots_name].shape
         step = max(1, PIECE // per_slot)
-        checks = []
+        checks, gates = [], list[torch.Tensor]()
         for slot in range(0, n_slots, step):
             count = min(step, n_slots - slot)
             first, last = slot * self.cluster, min((slot + count) * self.cluster, layer.site.intermediate)
             neuron_rows = layer.read(first, last).flatten(1).contiguous().view(torch.uint8)
+            if layer.apart:
+                gates.append(neuron_rows[:, : layer.gate_bytes].clone())
+                neuron_rows = neuron_rows[:, layer.gate_bytes :].contiguous()
             checks.append(crc32c(neuron_rows))
             slots = torch.zeros((count, per_slot), dtype=torch.uint8)
             whole, size = (last - first) // self.cluster, neuron_rows.shape[1]
@@ -201,4 +220,7 @@ class StoreAssembly:
                 rest = neuron_rows[whole * self.cluster :].flatten()
                 slots[whole, : len(rest)] = rest
             out.write(slots_name, slots, row=slot)
+        if layer.apart:
+            out.write(gates_name[0], rows := torch.cat(gates))
+            checks.append(block_checks(rows.flatten()))
         out.write(checks_name, check_bytes(torch.cat(checks)))

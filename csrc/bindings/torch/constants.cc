@@ -7,6 +7,7 @@
 #include "pi2/ffn.h"
 #include "pi2/firing.h"
 #include "pi2/linear.h"
+#include "pi2/offload.h"
 #include "pi2/predict.h"
 #include "pi2/read_engine.h"
 #include "pi2/trace.h"
@@ -29,6 +30,7 @@ std::string constants() {
       {"blocks", blocks},
       {"mask_bytes", kMaskBytes},
       {"expert_bytes", kExpertBytes},
+      {"gate_buffers", kGateBuffers},
       {"attention_split", kAttentionSplit},
       {"attention_rows", kAttentionRows},
       {"most_group", kMostGroup},

@@ -78,13 +78,14 @@ struct FfnArgs {
   // multiple of 16.
   std::int64_t apart = 0;
   bool up_blocks = false;
-  NeuronSource* source = nullptr;  // instead of neuron_rows; if it fails, y is undefined
-  std::int64_t layer = -1;         // its number in a store
-  const void* owner = nullptr;     // that store (pi2/firing.h); null: neuron_rows identify the layer
-  bool more = false;               // the same layer will be called for further tokens of the same prompt
-  bool piece = false;              // one of several calls for the same prompt
-  DType w_dtype = DType::kF32;     // of gate and up rows, and of down rows unless other_down
-  DType down_dtype = DType::kF32;  // with other_down: in bytes
+  NeuronSource* source = nullptr;   // instead of neuron_rows; if it fails, y is undefined
+  const char* gate_rows = nullptr;  // not null: the first rows of all neurons, of which the source has the others alone
+  std::int64_t layer = -1;          // its number in a store
+  const void* owner = nullptr;      // that store (pi2/firing.h); null: neuron_rows identify the layer
+  bool more = false;                // the same layer will be called for further tokens of the same prompt
+  bool piece = false;               // one of several calls for the same prompt
+  DType w_dtype = DType::kF32;      // of gate and up rows, and of down rows unless other_down
+  DType down_dtype = DType::kF32;   // with other_down: in bytes
   bool other_down = false;
   std::int64_t neurons = 0;
   std::int64_t chunk =
@@ -122,6 +123,11 @@ struct FfnArgs {
   const char* row_of(std::int64_t neuron, std::int64_t r) const {
     const auto* at = static_cast<const char*>(neuron_rows);
     return apart != 0 ? at + neuron * row_bytes() + r * apart : at + neuron * neuron_bytes() + r * row_bytes();
+  }
+  // Row r of a neuron of the source, which has its rows `at`.
+  const char* row_at(const char* at, std::int64_t neuron, std::int64_t r) const {
+    if (gate_rows == nullptr) return at + r * row_bytes();
+    return r == 0 ? gate_rows + neuron * row_bytes() : at + (r - 1) * row_bytes();
   }
   std::int64_t neuron_bytes() const { return down_offset() + pi2::row_bytes(dtype_of_down(), hidden); }
 };

@@ -68,6 +68,13 @@ struct OffloadStats : CallStats {
   std::int64_t fixed = 0, arranging = 0;
 };
 
+// Gates of a layer that are being read, or have been; see Offload::ask_for_gates().
+struct GateBuffer;
+using StoredGates = std::shared_ptr<GateBuffer>;
+
+// So many experts' gates are read ahead.
+constexpr std::int64_t kGateBuffers = 8;
+
 // One open store. Calls from several threads take turns. A forked child cannot use it, because it has none of the
 // threads: calls there fail.
 class Offload {
@@ -85,6 +92,13 @@ class Offload {
   // call prefetch(). The figures of the call are added to `stats`, if set.
   std::string ffn(std::int64_t layer, const Predictor& predictor, FfnArgs args, const ParallelFor& parallel,
                   const std::function<void()>& then = nullptr, CallStats* stats = nullptr);
+
+  // Whether the first rows of a layer's neurons lie apart from its slots, and have to be read for every call.
+  bool gates_apart(std::int64_t layer) const;
+  // Starts to read them; null without memory, or where they need not be read. gates_there() waits for them, and returns
+  // null if they cannot be read; ffn() takes them as FfnArgs::gate_rows, and reads them itself if it is not given them.
+  StoredGates ask_for_gates(std::int64_t layer, CallStats* stats = nullptr);
+  const char* gates_there(const StoredGates& gates, std::string* problem);
 
   // Starts to read neurons that a layer will need into the cache: the first n_hot, and of the others those marked in
   // active [tokens, neurons - n_hot]; all of them if null. Changes no result; a neuron that cannot be read now is read
