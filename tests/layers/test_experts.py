@@ -341,9 +341,9 @@ def test_synthetic_experts_have_the_same_bits_over_a_store(
     statistics = torch_pi2.stats(stored)
     predictors = model.torch_pi2.plan.layers and [p.tensors() for p in model.torch_pi2.predictors.values()]
     assert statistics["budget"].predictors == sum(t.nbytes for tensors in predictors for t in tensors.values())
-    # half of the experts, and of each what its predictor says
+    # half of the experts, and of each what its predictor or gate says
     plan = model.torch_pi2.plan.layers
-    share = 1.0 if kind == "olmoe" else sum(layer.expected_active for layer in plan) / len(plan)
+    share = sum(layer.expected_active for layer in plan) / len(plan)
     assert statistics["budget"].token / statistics["budget"].neurons == pytest.approx(share / 2, rel=0.05)
 
 
