@@ -74,13 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--tokens", type=common.positive, default=_TOKENS, metavar="N", help="held-out tokens that are scored")
     add("--ranks", type=list_of(common.positive), default=[], metavar="R,...", help="predictors of these ranks")
-    add(
-        "--recalls",
-        type=list_of(float),
-        default=[0.9, 0.95, 0.99],
-        metavar="S,...",
-        help="theirs (default: 0.9,0.95,0.99)",
-    )
+    said = ",".join(f"{recall:g}" for recall in _RECALLS)
+    add("--recalls", type=list_of(float), default=_RECALLS, metavar="S,...", help=f"theirs (default: {said})")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -136,30 +136,26 @@ void conv_step(const ConvStepArgs& args, const ParallelFor& parallel) {
   run(parallel, args.batch * items, args.batch * args.channels * (length + taps), [&](std::int64_t index) {
     const std::int64_t sequence = index / items, first = index % items * kChannels;
     const std::int64_t count = std::min(kChannels, args.channels - first), at = sequence * args.channels + first;
-    float* weight = scratch(Scratch::kInput, count * (taps + 2 * length + 2));
-    float *before = weight + count * taps, *after = before + count * length, *x = after + count * length;
-    float* y = x + count;
+    float* weight = scratch(Scratch::kInput, count * (taps + length + 2) + length + 1);
+    float *state = weight + count * taps, *x = state + count * length, *y = x + count, *seen = y + count;
     const auto take = [&](const void* data, std::int64_t place, float* to, std::int64_t numbers) {
       widen(static_cast<const char*>(data) + place * number, args.dtype, to, numbers);
     };
     take(args.weight, first * taps, weight, count * taps);
-    take(args.state, at * length, before, count * length);
+    take(args.state, at * length, state, count * length);
     take(args.x, at, x, count);
     std::memset(y, 0, count * sizeof(float));
     if (args.bias != nullptr) take(args.bias, first, y, count);
     for (std::int64_t c = 0; c < count; ++c) {
-      float* row = after + c * length;
-      for (std::int64_t t = 0; t + 1 < length; ++t) row[t] = before[c * length + t + 1];
-      row[length - 1] = x[c];
-      // with one more tap than numbers, the first one is of the number that leaves
-      float sum = y[c] + (taps > length ? weight[c * taps] * before[c * length] : 0);
-      const std::int64_t skipped = taps > length ? 1 : 0, from = length - (taps - skipped);
-      for (std::int64_t t = skipped; t < taps; ++t) sum += weight[c * taps + t] * row[from + t - skipped];
-      y[c] = sum;
+      float* before = state + c * length;
+      std::copy_n(before, length, seen);
+      seen[length] = x[c];
+      for (std::int64_t t = 0; t < taps; ++t) y[c] += weight[c * taps + t] * seen[length + 1 - taps + t];
+      std::copy_n(seen + 1, length, before);
     }
     if (args.silu)
       for (std::int64_t c = 0; c < count; ++c) y[c] = y[c] / (1 + std::exp(-y[c]));
-    narrow(after, static_cast<char*>(args.state) + at * length * number, args.dtype, count * length);
+    narrow(state, static_cast<char*>(args.state) + at * length * number, args.dtype, count * length);
     narrow(y, static_cast<char*>(args.y) + at * number, args.dtype, count);
   });
 }

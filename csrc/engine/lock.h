@@ -2,9 +2,11 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
+#include <thread>
 
 #include "base/thread_annotations.h"
 
@@ -26,18 +28,25 @@ class StoreMutex {
     condition->wait(lock);
     (void)lock.release();
   }
-  void wait_for_news() PI2_REQUIRES(kLock) { wait(&changed_); }
+  // Releases the lock until something has changed; until `give_up` (see Common::spin_until) it yields, then it sleeps.
+  void wait_for_news(std::chrono::steady_clock::time_point give_up = {}) PI2_REQUIRES(kLock) {
+    using Clock = std::chrono::steady_clock;
+    const std::uint64_t seen = news_.load();
+    if (Clock::now() >= give_up) return wait(&changed_);
+    unlock();
+    while (news_.load(std::memory_order_relaxed) == seen && Clock::now() < give_up) std::this_thread::yield();
+    lock();
+  }
 
   void tell() {
     news_.fetch_add(1);
     changed_.notify_all();
   }
-  const std::atomic<std::uint64_t>& news() const { return news_; }  // number of tell() calls
 
  private:
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::atomic<std::uint64_t> news_{0};
+  std::atomic<std::uint64_t> news_{0};  // number of tell() calls
 };
 
 class PI2_SCOPED_CAPABILITY Locked {

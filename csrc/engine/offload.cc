@@ -5,7 +5,6 @@
 #include <memory>
 #include <mutex>
 #include <new>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -22,7 +21,6 @@ namespace pi2 {
 namespace {
 
 constexpr char kShorter[] = "the file has become shorter since it was opened";
-constexpr std::int64_t kGatesSpin = 4'000'000;  // ns; see DemandReads::wait()
 
 }  // namespace
 
@@ -216,16 +214,8 @@ StoredGates Offload::State::ask_for_gates(std::int64_t layer, CallStats* stats) 
 }
 
 void Offload::State::wait_for(const GateBuffer& gates) {
-  const Clock::time_point start = Clock::now();
-  while (gates.left > 0) {
-    if (!common.options.spin || since(start) > kGatesSpin) {
-      common.mutex.wait_for_news();
-      continue;
-    }
-    common.mutex.unlock();
-    std::this_thread::yield();
-    common.mutex.lock();
-  }
+  const Clock::time_point start = Clock::now(), give_up = common.spin_until(start);
+  while (gates.left > 0) common.mutex.wait_for_news(give_up);
   common.sums.wait_ns += since(start);
 }
 

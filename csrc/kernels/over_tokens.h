@@ -44,4 +44,15 @@ inline void over_rows(PI2_DOT_ARGS, std::int64_t bytes, std::int64_t steps) {
   }
 }
 
+// axpy of 1 to kAxpyRows rows: the function for as many.
+template <auto kOne, auto kTwo, auto kThree, auto kFour>
+inline void over_count(PI2_AXPY_ARGS) {
+  switch (count) {
+    case 1: return kOne(y, rows, h, n, next);
+    case 2: return kTwo(y, rows, h, n, next);
+    case 3: return kThree(y, rows, h, n, next);
+    default: return kFour(y, rows, h, n, next);
+  }
+}
+
 }  // namespace pi2

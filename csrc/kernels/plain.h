@@ -90,12 +90,8 @@ inline void axpy_rows(float* y, const void* const* rows, const float* h, std::in
 
 template <class Format>
 inline void axpy_plain(PI2_AXPY_ARGS) {
-  switch (count) {
-    case 1: return axpy_rows<Format, 1>(y, rows, h, n, next);
-    case 2: return axpy_rows<Format, 2>(y, rows, h, n, next);
-    case 3: return axpy_rows<Format, 3>(y, rows, h, n, next);
-    default: return axpy_rows<Format, 4>(y, rows, h, n, next);
-  }
+  over_count<axpy_rows<Format, 1>, axpy_rows<Format, 2>, axpy_rows<Format, 3>, axpy_rows<Format, 4>>(y, rows, h, count,
+                                                                                                     n, next);
 }
 
 }  // namespace pi2

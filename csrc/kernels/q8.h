@@ -90,12 +90,7 @@ struct Q8 {
   }
 
   static void axpy(PI2_AXPY_ARGS) {
-    switch (count) {
-      case 1: return axpy_rows<1>(y, rows, h, n, next);
-      case 2: return axpy_rows<2>(y, rows, h, n, next);
-      case 3: return axpy_rows<3>(y, rows, h, n, next);
-      default: return axpy_rows<4>(y, rows, h, n, next);
-    }
+    over_count<axpy_rows<1>, axpy_rows<2>, axpy_rows<3>, axpy_rows<4>>(y, rows, h, count, n, next);
   }
 };
 

@@ -239,9 +239,12 @@ class Decoder:
         best_B1 = logits_BV.argmax(-1, keepdim=True)  # NaN is the largest
         return torch.where(logits_BV.gather(-1, best_B1).isfinite(), best_B1, -1)
 
+    def _steps_of_states(self) -> AbstractContextManager[None]:
+        return fast_states(self.model) if self._kv.states else nullcontext()
+
     def _forward(self, ids_BT: torch.Tensor, of_each: bool) -> torch.Tensor:
         """Next tokens or logits; ``of_each``: logits ``[T, V]`` of all tokens, each computed as if it came alone."""
-        with packed_attention(self.model), fast_states(self.model), single_steps() if of_each else nullcontext():
+        with packed_attention(self.model), self._steps_of_states(), single_steps() if of_each else nullcontext():
             if of_each:
                 return self.model(**self._inputs(ids_BT)).logits[0]
             return self._answer(self.model(**self._inputs(ids_BT), logits_to_keep=1).logits)
@@ -448,7 +451,7 @@ class Decoder:
             watch = check_continued(cache)
             if self._positions and self._kv.has_attention:  # Bamba would count from 0 again
                 inputs["position_ids"] = torch.arange(at, at + ids_BT.shape[1], device=self.device).expand_as(ids_BT)
-        where = on_device(self.device), packed_attention(self.model), fast_states(self.model)
+        where = on_device(self.device), packed_attention(self.model), self._steps_of_states()
         with where[0], where[1], where[2], chunks_of_prompt(of_tokens), how or nullcontext(), watch:
             output = self.model(input_ids=ids_BT, use_cache=True, logits_to_keep=1, **inputs)
         return self._answer(output.logits)
@@ -459,14 +462,18 @@ class Decoder:
             expected = f"tokens, 1 or more, of a sequence that there is (now {self.lengths})"
             found = f"{first} to {last} of row {row}"
             raise ShapeError("copy_kv", expected=expected, found=found, fix="Name tokens that were read or fed.")
-        if (group := group_of(self.model)) is not None and group.divides_kv:
-            expected, fix = "all keys and values here", "Read prompts whole."
-            raise UnsupportedModelError("copy_kv", expected=expected, found="those of a stage", fix=fix)
+        self._check_all_here("copy_kv")
         return self._kv.copied(row, first, last)
 
     def copy_states(self, row: int) -> States:
         """Copies of the recurrent states of a row after all of its tokens, and their number, for :meth:`add`."""
+        self._check_all_here("copy_states")
         return self.lengths[row], self._kv.copied_states(row)
+
+    def _check_all_here(self, what: str) -> None:
+        if (group := group_of(self.model)) is not None and group.divides_kv:
+            expected, fix = "all keys, values and states here", "Read prompts whole."
+            raise UnsupportedModelError(what, expected=expected, found="those of a stage", fix=fix)
 
     @broadcast_call
     @torch.inference_mode()

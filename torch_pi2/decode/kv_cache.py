@@ -346,27 +346,31 @@ class KeyValues:
         ]
         return cache
 
+    def _state_tensors(self) -> list[torch.Tensor]:
+        """``[rows, ...]`` of each state, by layer."""
+        return [tensor for states in self.states for tensor in states.tensors.values()]
+
     def saved_states(self, rows: int) -> list[torch.Tensor]:
         """Copies of the states of the first rows, for :meth:`restore_states`."""
-        return [t[:rows].clone() for states in self.states for t in states.tensors.values()]
+        return [tensor[:rows].clone() for tensor in self._state_tensors()]
 
     def restore_states(self, saved: list[torch.Tensor]) -> None:
-        for tensor, before in zip((t for states in self.states for t in states.tensors.values()), saved, strict=True):
+        for tensor, before in zip(self._state_tensors(), saved, strict=True):
             tensor[: len(before)] = before
 
     def copied_states(self, row: int) -> list[torch.Tensor]:
         """Copies of the states of a row, by layer, on the CPU."""
-        return [t[row].to("cpu", copy=True) for states in self.states for t in states.tensors.values()]
+        return [tensor[row].to("cpu", copy=True) for tensor in self._state_tensors()]
 
     def put_states(self, row: int, copied: list[torch.Tensor]) -> None:
-        for tensor, one in zip((t for states in self.states for t in states.tensors.values()), copied, strict=True):
+        """Write the result of :meth:`copied_states` into a row."""
+        for tensor, one in zip(self._state_tensors(), copied, strict=True):
             tensor[row] = one
 
     def clear_states(self, row: int) -> None:
         """As before the first token."""
-        for states in self.states:
-            for tensor in states.tensors.values():
-                tensor[row].zero_()
+        for tensor in self._state_tensors():
+            tensor[row].zero_()
 
     def copied(self, row: int, first: int, last: int) -> list[torch.Tensor]:
         """Copies of keys and values ``[heads, last - first, width]`` of a row, by layer, on the CPU."""
@@ -387,9 +391,8 @@ class KeyValues:
         for memory in self._memory:
             for tensor in memory.tensors():
                 tensor[target, :, :tokens] = tensor[source, :, :tokens]
-        for states in self.states:
-            for tensor in states.tensors.values():
-                tensor[target] = tensor[source]
+        for tensor in self._state_tensors():
+            tensor[target] = tensor[source]
         self.lengths[target], self._written[target] = tokens, max(self._written[target], tokens)
 
     def give_back(self, rows: int) -> None:

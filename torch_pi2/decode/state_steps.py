@@ -24,9 +24,8 @@ _entered = threading.local()
 
 def _plain(*tensors: torch.Tensor | None) -> bool:
     """On a CPU, and without gradients."""
-    return all(
-        t is None or (t.device.type == "cpu" and not (t.requires_grad and torch.is_grad_enabled())) for t in tensors
-    )
+    given = [t for t in tensors if t is not None]
+    return all(t.is_cpu for t in given) and not (torch.is_grad_enabled() and any(t.requires_grad for t in given))
 
 
 def _selective_state_update(

@@ -108,6 +108,14 @@ def recurrence(state: torch.Tensor, inputs: torch.Tensor) -> tuple[torch.Tensor,
     return y, (state + values.mT @ behind) * decay[:, :, -1:].exp()
 
 
+def _step(state: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+    """``y`` of :func:`recurrence` of one token, which changes ``state``."""
+    load()
+    r, w, k, v, a, b = inputs[:, :, :, 0]
+    y: torch.Tensor = torch.ops.pi2.recurrence(state, w.exp(), v, k, r, a, b)
+    return y[:, :, None]
+
+
 class RWKV7Attention(nn.Module):
     """Time mixing: a state of ``[heads, N, N]`` in place of keys and values."""
 
@@ -142,14 +150,10 @@ class RWKV7Attention(nn.Module):
         inputs = inputs.unflatten(3, by_head).transpose(2, 3)
         state = None if cache is None else cache.layers[self.layer].recurrent_states[0]
         state = inputs.new_zeros(*inputs.shape[1:3], self.head_dim, self.head_dim) if state is None else state
-        parts = []
         if x.shape[1] == 1 and x.is_cpu and not torch.is_grad_enabled() and state.is_contiguous():
-            r_BHN, w_BHN, *others = inputs[:, :, :, 0]
-            load()
-            k_BHN, v_BHN, a_BHN, b_BHN = others
-            step = torch.ops.pi2.recurrence(state, w_BHN.exp(), v_BHN, k_BHN, r_BHN, a_BHN, b_BHN)
-            parts.append(step[:, :, None])
+            parts = [_step(state, inputs)]
         else:
+            parts = []
             for chunk in inputs.split(_CHUNK, 3):
                 part, state = recurrence(state, chunk)
                 parts.append(part)

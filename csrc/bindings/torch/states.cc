@@ -38,8 +38,8 @@ Tensor recurrence(const Tensor& state, const Tensor& decay, const Tensor& v, con
   check_shape(state, "state", {args.batch, args.heads, state.size(2), state.size(3)}, dtype);
   check_shape(v, "v", {args.batch, args.heads, args.rows}, dtype);
   args.groups = k.dim() == 3 ? k.size(1) : 0;
-  STD_TORCH_CHECK(args.groups > 0 && args.heads % args.groups == 0, "pi2: k: expected [sequences, groups, width] of ",
-                  "groups of which the ", args.heads, " heads are a multiple, found ", shape_of(k),
+  STD_TORCH_CHECK(args.groups > 0 && args.heads % args.groups == 0, "pi2: k: expected [sequences, groups, width] with ",
+                  "groups that divide the ", args.heads, " heads, found ", shape_of(k),
                   ". Pass keys that groups of heads share.");
   check_shape(k, "k", {args.batch, args.groups, args.width}, dtype);
   check_shape(r, "r", {args.batch, args.groups, args.width}, dtype);

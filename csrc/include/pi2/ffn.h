@@ -79,7 +79,7 @@ struct FfnArgs {
   std::int64_t apart = 0;
   bool up_blocks = false;
   NeuronSource* source = nullptr;   // instead of neuron_rows; if it fails, y is undefined
-  const char* gate_rows = nullptr;  // not null: the first rows of all neurons, of which the source has the others alone
+  const char* gate_rows = nullptr;  // not null: the first rows of all neurons; the source then has the other rows alone
   std::int64_t layer = -1;          // its number in a store
   const void* owner = nullptr;      // that store (pi2/firing.h); null: neuron_rows identify the layer
   bool more = false;                // the same layer will be called for further tokens of the same prompt
