@@ -79,7 +79,7 @@ MODES = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_source(parser, "with a neuron store (torch-pi2 pack)", "mistral-7b")
-    add("--ffn-in-memory", type=float, default=0.5, metavar="SHARE", help="of the neurons' bytes, 0..1")
+    add("--ffn-in-memory", type=float, default=0.5, metavar="SHARE", help="of the FFN's bytes, 0..1")
     add(
         "--modes",
         type=names_of(MODES),
@@ -174,6 +174,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         how["trace"] = str(trace) if trace is not None and name == "pipeline" else None
         try:
             about, measured[name] = _mode(how, path, cap_bytes, tokens, rounds, prompt)
+            kept = about["budget"]["cache"] + about["budget"]["gates"]
+            measured[name]["ffn_in_memory"] = round(kept / rooms.ffn, 4)
         except PeerError as error:
             failed[name] = error
             log.error("mode %s: %s", name, error)
@@ -197,7 +199,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return {
         **{name: subject[name] for name in ("shape", "weights", "synthetic")},
         "simulated": device or False,
-        "ffn_bytes": rooms.neurons,
+        "ffn_bytes": rooms.ffn,
         "token_bytes": rooms.token,
         "budget_bytes": budget_bytes,
         "base_rss_bytes": base,
@@ -266,7 +268,6 @@ def _mode(
         prompts = [peer.round(prompt, 0) for _ in range(rounds + 1)][1:] if prompt else []
         most = group.most_bytes() if group else None
     figures = _figures(kept, int(settings["threads"]))
-    budget = peer.about["budget"]
     return peer.about, {
         **figures,
         **({"hit_rate": None, "io_critical_share": None} if settings["offload"]["engine"] == "mmap" else {}),
@@ -276,9 +277,8 @@ def _mode(
         "reads": peer.about["reads"],
         "offload": settings["offload"],
         "trace": kept[-1]["trace"],
-        "budget_bytes": budget["total"],
+        "budget_bytes": peer.about["budget"]["total"],
         "cache_bytes": kept[-1]["stats"]["cache_bytes"],
-        "ffn_in_memory": round(budget["cache"] / budget["neurons"], 4),
         "peak_rss_bytes": (prompts or kept)[-1]["peak_rss_bytes"],
         "capped": group is not None,
         "group_peak_bytes": most,

@@ -116,7 +116,8 @@ class Rooms:
     """The budgets that a store can have.
 
     Attributes:
-        hf: the model's configuration. neurons: bytes of all neurons. token: of those that an average token needs.
+        hf: the model's configuration. ffn: bytes of all neurons, with gates that lie apart. token: of the neurons that
+            an average token needs.
     """
 
     def __init__(self, folder: Path, context: int, *, trust_remote_code: bool = False) -> None:
@@ -126,12 +127,13 @@ class Rooms:
             self._predictors = parts.predictors(self._plan.model_hash)
         self.hf = model_config(folder, trust_remote_code=trust_remote_code)
         whole = self._divided(OffloadConfig())
-        self.neurons, self.token = whole.neurons, whole.token
+        self.ffn, self.token = whole.neurons + whole.gates, whole.token
 
     def budget(self, config: OffloadConfig, share: float) -> int:
-        """Bytes for all that must stay in memory and ``share`` of the neurons."""
+        """Bytes for all that must stay in memory and ``share`` of the neurons, with gates that lie apart."""
         whole = self._divided(config)
-        return whole.smallest + whole.in_slots(math.floor(share * (whole.neurons // whole.slot)) * whole.slot)
+        slots = math.floor(share * (whole.neurons // whole.slot)) * whole.slot
+        return whole.smallest - math.ceil((1 - share) * whole.gates) + whole.in_slots(slots)
 
     def _divided(self, config: OffloadConfig) -> Budget:
         """All of the model, by part."""

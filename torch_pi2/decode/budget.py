@@ -226,14 +226,17 @@ def with_gates(budget: Budget, store: StoreReader, plan: Plan, model_config: Any
 
 
 def kept_gates(entries: Sequence[LayerEntry], plan: Plan, room: int) -> dict[int, int]:
-    """Number -> bytes of the layers whose gates are kept in ``room`` bytes: those that every token needs come first,
-    then as many experts as possible.
+    """Number -> bytes of the layers whose gates are kept in ``room`` bytes: those that every token needs come first.
+    Before experts' gates come the other rows of these layers, which more tokens want.
     """
     gates: dict[int, int] = {}
-    for index in sorted(range(len(entries)), key=lambda i: plan.layers[i].site.experts is not None):
-        if 0 < (size := gate_bytes(entries[index], plan.layers[index])) <= room:
-            gates[index] = size
-            room -= size
+    sizes = [gate_bytes(entry, layer) for entry, layer in zip(entries, plan.layers)]
+    routed = [layer.site.experts is not None for layer in plan.layers]
+    slots = sum((e.slot_bytes + SLOT_BYTES) * e.slots_in_file for e, of_expert in zip(entries, routed) if not of_expert)
+    for index in sorted(range(len(entries)), key=routed.__getitem__):
+        if 0 < sizes[index] <= room - slots * routed[index]:
+            gates[index] = sizes[index]
+            room -= sizes[index]
     return gates
 
 
