@@ -1,6 +1,7 @@
 // Predictor and layer in one call: the mask stays in this thread's scratch memory, without the host framework in
 // between.
 #include <algorithm>
+#include <cstring>
 
 #include "base/scratch.h"
 #include "pi2/linear.h"
@@ -19,6 +20,13 @@ Args of_layer(Args predictor, const FfnArgs& args, std::uint8_t* active) {
   return predictor;
 }
 
+void copy_mask(const MaskArgs& chosen, const FfnArgs& args, std::uint8_t* active) {
+  const std::int64_t cold = args.neurons - args.n_hot;
+  const std::uint8_t* from = chosen.mask + chosen.columns - cold;
+  for (std::int64_t t = 0; t < args.tokens; ++t, from += chosen.columns, active += cold)
+    std::memcpy(active, from, static_cast<std::size_t>(cold));
+}
+
 }  // namespace
 
 void predict(const Predictor& predictor, const FfnArgs& args, std::uint8_t* active, const ParallelFor& parallel) {
@@ -26,6 +34,8 @@ void predict(const Predictor& predictor, const FfnArgs& args, std::uint8_t* acti
     predict_gate(args, predictor.gate_rows, active, parallel);
   else if (predictor.kind == Predictor::Kind::kSignbit)
     predict_signbit(of_layer(predictor.signbit, args, active), parallel);
+  else if (predictor.kind == Predictor::Kind::kMask)
+    copy_mask(predictor.mask, args, active);
   else
     predict_lowrank(of_layer(predictor.lowrank, args, active), parallel);
 }
@@ -43,6 +53,7 @@ void predicted_ffn(const Predictor& predictor, const FfnArgs& layer, const Paral
   const std::int64_t slice = std::min(all, tiles * kPassTokens);
   auto* mask = reinterpret_cast<std::uint8_t*>(scratch(Scratch::kMask, (slice * cold + 3) / 4));
   const std::int64_t token_bytes = row_bytes(args.x_dtype, args.hidden);
+  Predictor by = predictor;
   args.active = mask;
   args.all_fire = gate;
   args.piece = layer.piece || slice < all;
@@ -51,7 +62,8 @@ void predicted_ffn(const Predictor& predictor, const FfnArgs& layer, const Paral
     args.more = layer.more || start + slice < all;
     args.x = static_cast<const char*>(layer.x) + start * token_bytes;
     args.y = static_cast<char*>(layer.y) + start * token_bytes;
-    predict(predictor, args, mask, parallel);
+    if (by.kind == Predictor::Kind::kMask) by.mask.mask = predictor.mask.mask + start * by.mask.columns;
+    predict(by, args, mask, parallel);
     // Everything is read for a prompt's last slice, however short, as for the slices before.
     if (predictor.kind == Predictor::Kind::kLowrank && predictor.lowrank.doubt > 0 && args.source != nullptr &&
         !args.piece)

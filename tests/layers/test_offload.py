@@ -365,7 +365,7 @@ def test_operators(folders: tuple[Path, Path]) -> None:
         (1, 99, "layer: expected 0 to"),
         (0, 10**6, "store: expected an open one, found number 1000000"),
         (6, "lowrank", "predictor: expected 4 tensors"),
-        (6, "oracle", "kind: expected lowrank, lowrank_q or signbit, found 'oracle'"),
+        (6, "oracle", "kind: expected lowrank, lowrank_q, signbit or mask, found 'oracle'"),
         (5, [x], "predictor: expected no tensors for kind none, found 1"),
         (12, neurons + 1, f"n_hot: expected 0 to {neurons}"),
     ):

@@ -324,7 +324,7 @@ LONG = torch.zeros(7, 2, dtype=torch.int64)
         ({"first": 128}, "first: expected a multiple of 64 below 85, found 128"),
         ({"thresholds": [0.5]}, "thresholds: expected none, or 4, one for each expert, found 1"),
         ({"kind": "none"}, "predictor: expected no tensors and cuts for kind none, found 1 and 4"),
-        ({"kind": "oracle"}, "kind: expected lowrank, lowrank_q or signbit, found 'oracle'"),
+        ({"kind": "oracle"}, "kind: expected lowrank, lowrank_q, signbit or mask, found 'oracle'"),
         ({"kind": "lowrank_q"}, r"predictor: expected 2 tensors \(and a bias\) for kind lowrank_q, found 1"),
         ({"cuts": [1.0] * 3}, "cuts: expected 4, one for each expert, found 3"),
         ({"cuts": [1.0, 1.0, -2.0, 1.0]}, "cuts: expected finite margins of at least 0, found -2 for expert 2"),

@@ -282,7 +282,7 @@ def test_bad_predictors(kind: str, sound: dict, change: dict, message: str) -> N
 def test_bad_predicted_layers() -> None:
     x, *tensors = layer("float", 230, 3, 77, 3)
     for predictor, kind, message in (
-        ([], "oracle", "kind: expected lowrank, lowrank_q or signbit, found 'oracle'"),
+        ([], "oracle", "kind: expected lowrank, lowrank_q, signbit or mask, found 'oracle'"),
         ([], "signbit", "predictor: expected 1 tensor for kind signbit, found 0"),
         ([torch.zeros(1)] * 4, "lowrank_q", r"expected 2 tensors \(and a bias\) .*, found 4"),
         ([SIGNS], "signbit", "expected at least 200 cold .*, found 9"),

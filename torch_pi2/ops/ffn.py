@@ -132,9 +132,10 @@ def predicted_ffn(
     Args:
         predictor, kind: ``lowrank`` with ``[a, a_scale, b, b_scale]`` of :func:`predict_lowrank`, ``lowrank_q`` with
             ``[a, b]`` of :func:`predict_lowrank_q`, either with a bias as last tensor if there is one; ``signbit`` with
-            ``[signs]`` of :func:`predict_signbit`. The last rows are those of the cold neurons; rows before belong to
-            hot ones.
-        cut: threshold of a low-rank predictor, margin of a sign-bit one.
+            ``[signs]`` of :func:`predict_signbit`; ``mask`` with ``[active]``, a choice made already, contiguous bool
+            ``[..., n]``. The last rows (columns of a mask) are those of the cold neurons in plan order; those before
+            belong to hot ones.
+        cut: threshold of a low-rank predictor, margin of a sign-bit one; a mask has none.
         predictor_weights, predictor_int8_activations: of ``lowrank_q``; others ignore them.
     """
     active = predicted(x, predictor, kind, cut, predictor_weights, predictor_int8_activations)
@@ -147,7 +148,9 @@ def predicted(
     x: torch.Tensor, predictor: list, kind: str, cut: float, weights: str, int8: bool, ops: Any = predictors
 ) -> torch.Tensor:
     """Neurons that :func:`predicted_ffn`'s predictor selects, bool ``[..., rows]``; ``ops``: references or kernels."""
-    if kind == "signbit":
+    if kind == "mask":
+        mask = predictor[0]
+    elif kind == "signbit":
         mask = ops.predict_signbit(x, predictor[0], x.shape[-1], cut)
     elif kind == "lowrank":
         a, a_scale, b, b_scale, *bias = predictor

@@ -96,6 +96,9 @@ ExpertStack stack_of(const Tensor& x, const FfnArgs& layer, int64_t experts, con
                       ". See torch_pi2.ops.experts.");
     return stack;
   }
+  STD_TORCH_CHECK(kind != "mask",
+                  "pi2: kind: expected none, gate, lowrank, lowrank_q or signbit, found 'mask'. See "
+                  "torch_pi2.ops.experts.");
   STD_TORCH_CHECK(static_cast<int64_t>(cuts.size()) == experts, "pi2: cuts: expected ", experts,
                   ", one for each expert, found ", cuts.size(), ". See torch_pi2.ops.experts.");
   std::vector<Tensor> first;

@@ -183,6 +183,9 @@ bool store_lookahead(int64_t store, int64_t layer, std::vector<Tensor> predictor
   STD_TORCH_CHECK(n_hot >= 0 && n_hot <= args.neurons, "pi2: n_hot: expected 0 to ", args.neurons, ", found ", n_hot,
                   ". Check the plan.");
   args.n_hot = n_hot;
+  STD_TORCH_CHECK(kind != "mask",
+                  "pi2: kind: expected a predictor that computes, found 'mask', which is of one call. "
+                  "Leave look-ahead out.");
   const auto made = std::make_shared<Lookahead>();
   const Tensor x = torch::stable::empty({1, args.hidden}, ScalarType::Float);  // for the checks of its size
   made->predictor = any_predictor(x, args, predictor, kind, cut, predictor_weights, predictor_int8_activations);

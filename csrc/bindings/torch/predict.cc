@@ -116,6 +116,18 @@ Tensor predicted(const Tensor& x, Args args, int64_t hidden, void (*predict)(con
   return active;
 }
 
+// A mask bool [..., n], with a row for each token of x.
+MaskArgs mask_args(const Tensor& x, const Tensor& active) {
+  MaskArgs args;
+  args.columns = active.dim() > 0 ? active.size(active.dim() - 1) : 0;
+  const int64_t hidden = x.size(x.dim() - 1);
+  check_mask(active, "predictor tensor active", x, hidden > 0 ? x.numel() / hidden : 0, args.columns);
+  STD_TORCH_CHECK(active.is_contiguous(),
+                  "pi2: layout of predictor tensor active: expected contiguous, found strided. Call .contiguous().");
+  args.mask = static_cast<const uint8_t*>(active.const_data_ptr());
+  return args;
+}
+
 // Skips the first `count` neurons, which are hot now.
 void skip_rows(SignbitArgs& args, int64_t count) {
   args.signs = static_cast<const char*>(args.signs) + count * sign_bytes(args.columns);
@@ -152,29 +164,34 @@ Tensor predict_signbit(const Tensor& x, const Tensor& signs, int64_t columns, do
 
 Predictor any_predictor(const Tensor& x, const FfnArgs& args, const std::vector<Tensor>& tensors,
                         const std::string& kind, double cut, const std::string& weights, bool int8_activations) {
-  const size_t least = kind == "lowrank" ? 4 : kind == "lowrank_q" ? 2 : kind == "signbit" ? 1 : 0;
-  STD_TORCH_CHECK(least > 0, "pi2: kind: expected lowrank, lowrank_q or signbit, found '", kind,
+  const bool signbit = kind == "signbit", mask = kind == "mask";
+  const size_t least = kind == "lowrank" ? 4 : kind == "lowrank_q" ? 2 : signbit || mask ? 1 : 0;
+  STD_TORCH_CHECK(least > 0, "pi2: kind: expected lowrank, lowrank_q, signbit or mask, found '", kind,
                   "'. See torch_pi2.ops.ffn.predicted_ffn.");
-  const size_t most = kind == "signbit" ? least : least + 1;  // low-rank ones may have a bias
+  const size_t most = signbit || mask ? least : least + 1;  // low-rank ones may have a bias
   STD_TORCH_CHECK(tensors.size() == least || tensors.size() == most, "pi2: predictor: expected ", least,
                   most > least ? " tensors (and a bias)" : " tensor", " for kind ", kind, ", found ", tensors.size(),
                   ". See torch_pi2.ops.ffn.predicted_ffn.");
   Predictor made;
   const MaybeTensor bias = tensors.size() > least ? MaybeTensor(tensors[least]) : std::nullopt;
-  const bool signbit = kind == "signbit";
-  made.kind = signbit ? Predictor::Kind::kSignbit : Predictor::Kind::kLowrank;
-  if (signbit)
+  made.kind = signbit ? Predictor::Kind::kSignbit : mask ? Predictor::Kind::kMask : Predictor::Kind::kLowrank;
+  if (mask)
+    made.mask = mask_args(x, tensors[0]);
+  else if (signbit)
     made.signbit = signbit_args(x, tensors[0], args.hidden, cut);
   else if (kind == "lowrank")
     made.lowrank = lowrank_args(x, tensors[0], tensors[1], tensors[2], tensors[3], bias, cut);
   else
     made.lowrank = lowrank_q_args(x, tensors[0], tensors[1], bias, weights, int8_activations, cut);
-  const int64_t found = signbit ? made.signbit.cold : made.lowrank.cold, cold = args.neurons - args.n_hot;
+  const int64_t found = mask ? made.mask.columns : signbit ? made.signbit.cold : made.lowrank.cold;
+  const int64_t cold = args.neurons - args.n_hot;
   STD_TORCH_CHECK(found >= cold, "pi2: predictor: expected at least ", cold, " cold neurons (", args.neurons, " less ",
-                  args.n_hot, " hot), found ", found, ". Its last rows are those of cold neurons in plan order.");
+                  args.n_hot, " hot), found ", found,
+                  mask ? ". Its last columns are those of cold neurons in plan order."
+                       : ". Its last rows are those of cold neurons in plan order.");
   if (signbit)
     skip_rows(made.signbit, found - cold);
-  else
+  else if (!mask)
     skip_rows(made.lowrank, found - cold);
   return made;
 }

@@ -9,8 +9,8 @@
 
 namespace pi2::binding {
 
-// The predictor of `kind` (lowrank, lowrank_q, signbit) for the cold neurons of a layer, without the data of x. The
-// tensors must outlive the result.
+// The predictor of `kind` (lowrank, lowrank_q, signbit, mask) for the cold neurons of a layer, without the data of
+// x. The tensors must outlive the result.
 Predictor any_predictor(const Tensor& x, const FfnArgs& args, const std::vector<Tensor>& tensors,
                         const std::string& kind, double cut, const std::string& weights, bool int8_activations);
 

@@ -62,12 +62,19 @@ void predict_signbit(const SignbitArgs& args, const ParallelFor& parallel);
 // others. For fewer than kGemmTokens tokens (linear.h), and not for a layer that cuts (Shaping).
 void predict_gate(const FfnArgs& layer, const void* rows, std::uint8_t* active, const ParallelFor& parallel);
 
+// A choice that the caller made: token t computes the cold neurons that are not 0 in the last columns of its row.
+struct MaskArgs {
+  const std::uint8_t* mask = nullptr;  // rows of `columns`
+  std::int64_t columns = 0;            // at least the layer's cold neurons
+};
+
 // A predictor of any kind, or none.
 struct Predictor {
-  enum class Kind { kNone, kLowrank, kSignbit, kGate };
+  enum class Kind { kNone, kLowrank, kSignbit, kGate, kMask };
   Kind kind = Kind::kNone;
   LowrankArgs lowrank;
   SignbitArgs signbit;
+  MaskArgs mask;
   const void* gate_rows = nullptr;  // kGate
 };
 
