@@ -4,8 +4,6 @@ PyTorch finds it through the entry point group ``torch_dynamo_backends``, withou
 those of eager calls. Quantised linears that read the same input (q, k, v) are merged into one call over all their rows.
 """
 
-from __future__ import annotations
-
 import operator
 import shutil
 from collections.abc import Callable, Mapping, Sequence

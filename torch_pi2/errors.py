@@ -5,8 +5,6 @@ Each part is a keyword of the constructor, so that none is forgotten::
     raise ShapeError("hidden size of x", expected="4096 (the FFN's)", found="4095", fix="pass ...")
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 

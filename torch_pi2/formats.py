@@ -4,8 +4,6 @@ Files and arguments call a format by its name. Operators say ``float`` for every
 tensor has that (:mod:`torch_pi2.base.dtypes`). This module does not import torch, for quick commands.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch_pi2.errors import ShapeError

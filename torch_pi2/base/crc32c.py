@@ -1,7 +1,5 @@
 """CRC32C of rows of bytes (Castagnoli: polynomial 0x1EDC6F41, reflected, first and last XOR 0xFFFFFFFF; RFC 3720)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path

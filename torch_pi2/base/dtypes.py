@@ -1,7 +1,5 @@
 """Torch dtypes of float formats (:mod:`torch_pi2.formats`); checks of device, dtype and finiteness."""
 
-from __future__ import annotations
-
 import math
 
 import torch

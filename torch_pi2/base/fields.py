@@ -350,9 +350,9 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
     scope = getattr(inspect.unwrap(function), "__globals__", {})
     parameters: list[inspect.Parameter] = []
     for parameter in inspect.signature(function).parameters.values():
-        kind = parameter.kind
+        kind, hint = parameter.kind, Any if parameter.annotation is parameter.empty else parameter.annotation
         try:
-            hint = eval(parameter.annotation, scope) if isinstance(parameter.annotation, str) else Any
+            hint = eval(hint, scope) if isinstance(hint, str) else hint
         except NameError:
             hint = Any
         if typing.get_origin(hint) is typing.Annotated:

@@ -5,8 +5,6 @@ is replaced, the earlier one is ``.NAME.old``. A killed process leaves these; th
 the lock and removes the rest.
 """
 
-from __future__ import annotations
-
 import difflib
 import errno
 import fcntl

@@ -1,7 +1,5 @@
 """Finds and loads the C++ library with the operators ``torch.ops.pi2``."""
 
-from __future__ import annotations
-
 import sys
 import sysconfig
 from pathlib import Path

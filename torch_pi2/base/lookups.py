@@ -5,8 +5,6 @@ mentions, contents of lists and mappings, and the same of functions that it ment
 attributes of the module are noted.
 """
 
-from __future__ import annotations
-
 import sys
 import types
 import weakref

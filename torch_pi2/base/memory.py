@@ -2,8 +2,6 @@
 the process' memory from their first use; released ones are read again on their next use.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import math

@@ -5,8 +5,6 @@ inside runs through lazy tensors (:mod:`torch_pi2.layers.lazy`), where they can 
 dense. Modules that no longer run have :class:`NoHooks`, where registering a hook raises.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """The version of this package, and how to install its extras: it is in no package index."""
 
-from __future__ import annotations
-
 import logging
 import re
 import shlex

@@ -2,8 +2,6 @@
 show the lines: ``logging.getLogger("torch_pi2.progress")``, level INFO.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 import warnings

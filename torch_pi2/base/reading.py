@@ -1,7 +1,5 @@
 """Reading untrusted files: only regular files are opened, and JSON is parsed within bounds of depth and memory."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

@@ -1,7 +1,5 @@
 """``torch.compiler.disable`` that imports no compiler: processes that compile nothing start a second earlier."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable

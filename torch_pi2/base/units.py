@@ -1,7 +1,5 @@
 """Conversion of bytes and shares to and from text."""
 
-from __future__ import annotations
-
 import math
 import re
 

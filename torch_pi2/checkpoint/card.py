@@ -1,7 +1,5 @@
 """The model card of a folder: ``README.md``, with the verdict and the metadata that the Hub reads."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

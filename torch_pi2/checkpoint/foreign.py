@@ -8,8 +8,6 @@ Settings of ``quantization_config`` that change the numbers and are not implemen
 ``input_activations`` is ignored: inputs are floats here, and ``load(activations="int8")`` rounds them.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

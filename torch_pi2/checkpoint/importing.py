@@ -1,7 +1,5 @@
 """Import of quantised checkpoints from other tools: rows are kept bit for bit if one of our formats can hold them."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections import Counter

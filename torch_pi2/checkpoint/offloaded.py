@@ -1,7 +1,5 @@
 """Loading a model whose neurons stay in its store, under a memory budget."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``torch_pi2.pack``: writes the neuron store of a folder, or shards of it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

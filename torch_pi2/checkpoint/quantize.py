@@ -1,7 +1,5 @@
 """``torch_pi2.quantize``: a float checkpoint becomes a folder with quantised weights, or with neurons in floats."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """``torch_pi2.import_rwkv``: checkpoints of RWKV-7's authors (``.pth``) as folders that transformers' models have."""
 
-from __future__ import annotations
-
 import ast
 import re
 import time

@@ -1,7 +1,5 @@
 """Quantised models in memory and on disk, with rows and neurons in the layout of the kernels; settings for loading."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

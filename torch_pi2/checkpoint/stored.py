@@ -1,7 +1,5 @@
 """A model's skeleton with the checkpoint of its weights: which layers can be replaced; weights mapped from files."""
 
-from __future__ import annotations
-
 import copy
 import os
 import re

@@ -5,8 +5,6 @@ fixed direction d of +-1 plus equally strong noise. The blocks add little, and n
 ``(d + n) / sqrt(2)`` with noise n that differs between tokens.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

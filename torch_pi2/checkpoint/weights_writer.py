@@ -1,7 +1,5 @@
 """Writing ``weights.safetensors`` from a checkpoint, one matrix at a time: quantised neurons and rows, or floats."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterator, Mapping

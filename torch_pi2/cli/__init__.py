@@ -6,8 +6,6 @@ Exit codes: 0 success, 1 ``doctor`` found a problem, 2 an error (a ``Pi2Error``,
 written), 130 interrupted, 141 the reader closed standard output, 143 ended by SIGTERM.
 """
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import contextlib

@@ -3,8 +3,6 @@
 /help lists the commands. Ctrl-C ends an answer, Ctrl-D the chat.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

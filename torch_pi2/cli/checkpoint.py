@@ -1,7 +1,5 @@
 """Verbs that write weights in another form: ``import``, ``quantize``, ``pack`` and ``synthetic``."""
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections import defaultdict

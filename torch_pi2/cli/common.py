@@ -1,7 +1,5 @@
 """Shared by several verbs: the parser, types and groups of options, calibration text, and errors about options."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import re

@@ -3,8 +3,6 @@
 A folder without dense weights (a store, quantised weights, shards) is evaluated alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from pathlib import Path

@@ -4,8 +4,6 @@ MODEL is a folder written by `torch-pi2 optimize`, quantised or not, or a Huggin
 model, which then gets the lossless exact gate.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Kinds of folders, and which verbs take them."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

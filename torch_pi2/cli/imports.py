@@ -1,7 +1,5 @@
 """transformers without what it imports for other work: compiling, sharding, detecting objects, other quantisers."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable

@@ -4,8 +4,6 @@ The folder still loads as the ordinary dense model with transformers; `torch-pi2
 torch_pi2.load() use its sparse form.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 from dataclasses import asdict

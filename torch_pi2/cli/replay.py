@@ -4,8 +4,6 @@ FILE is written by torch_pi2.record_accesses(model, FILE). The replayed cache is
 and window of the run; `optimal` knows the future.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Serve models over HTTP with OpenAI's API: chats, completions, streams; requests are decoded in batches."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import logging

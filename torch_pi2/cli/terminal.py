@@ -1,7 +1,5 @@
 """Standard output, tables, messages of libraries, and signals."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -4,8 +4,6 @@ MODEL stays as it is. Float weights larger than the free memory are read layer b
 Markdown table, such as that of docs/MODELS.md.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections import Counter
 from pathlib import Path

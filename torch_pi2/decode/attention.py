@@ -5,8 +5,6 @@ query heads, the whole cache four times per token. torch's SDPA reads all of the
 depend on the number of tokens.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Calls of a ``Decoder`` that a coordinator broadcasts to all processes of its group (docs/DISTRIBUTED.md)."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar

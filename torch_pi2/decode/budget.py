@@ -3,8 +3,6 @@
 :func:`divide_budget` divides the budget when a model is loaded, and :func:`set_budget` changes it later.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

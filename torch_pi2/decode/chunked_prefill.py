@@ -1,7 +1,5 @@
 """Chunked prefill: whether chunks of a prompt are lossless, and whether steps can take sequences of several lengths."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import sys

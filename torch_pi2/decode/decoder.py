@@ -5,8 +5,6 @@ Therefore a step's calls are recorded and replayed (:mod:`torch_pi2.decode.step_
 our operators alone. :mod:`torch_pi2.decode.guards` notices when a step would make other calls.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext

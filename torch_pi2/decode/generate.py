@@ -4,8 +4,6 @@ Best-of-N is why phones decode in batches (PowerInfer-2, arXiv 2406.06282, secti
 each step reads the weights once for all sequences. As sequences end, the batch and its KV cache shrink.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace

@@ -4,8 +4,6 @@ Settings, logits processors, stopping criteria, streamers and sampling stay tran
 cannot serve (padded prompts, beams, other caches, outputs of layers, hooks) run unchanged.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from types import FunctionType

@@ -1,7 +1,5 @@
 """``KeyValues``: keys, values and recurrent states of sequences of different lengths that are decoded together."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """``lead``: the first process of a group makes calls, and the others repeat them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any

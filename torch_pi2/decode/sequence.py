@@ -1,7 +1,5 @@
 """Sequences while they are generated, by a model or a bundle: sampling, end tokens, stop strings, text."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass

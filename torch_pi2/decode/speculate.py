@@ -5,8 +5,6 @@ greedy decoding). They come from the text so far (prompt lookup, as in transform
 :class:`Pace` measures while decoding whether they pay.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections import deque

@@ -4,8 +4,6 @@ transformers computes them by packages for GPUs, or by a dozen calls of PyTorch 
 in a Nemotron-H of 14 layers more than half of a step.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 import threading

@@ -5,8 +5,6 @@ program computes norms, rotations, residuals, linear layers and attention in one
 PyTorch's, between two programs.
 """
 
-from __future__ import annotations
-
 import operator
 import struct
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 A call is a name with numbers, text and tensors; it contains no code. The receiver decides which methods may be called.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

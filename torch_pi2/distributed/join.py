@@ -1,7 +1,5 @@
 """Loads this process' shard and joins the group in ``torch.distributed`` (docs/DISTRIBUTED.md)."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

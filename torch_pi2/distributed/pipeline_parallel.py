@@ -9,8 +9,6 @@ accesses a block, or the cache has no layer for each block. Hidden states of rem
 that depend on them, which the last process refuses.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

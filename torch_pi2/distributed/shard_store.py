@@ -5,8 +5,6 @@ superblock of a shard list its chunks of each layer (docs/STORE.md). Plan, predi
 complete model. A shard by layers has no weights of other blocks.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

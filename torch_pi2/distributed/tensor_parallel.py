@@ -4,8 +4,6 @@ All processes compute the same model on the same inputs, each with its shard's n
 Partial sums are gathered with ``torch.distributed`` and added in the same order everywhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tasks of lm-eval, EleutherAI's evaluation harness, on a loaded model; nothing is downloaded."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path

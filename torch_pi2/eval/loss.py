@@ -1,7 +1,5 @@
 """Language-model loss in bits per byte, which compares across tokenizers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass

@@ -4,8 +4,6 @@ Decoding is a plain greedy loop over the KV cache of the model or of a Decoder, 
 Models are compared in alternating rounds, so that a machine that slows down slows all of them.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Measures a :class:`torch_pi2.types.verdict.Verdict`, dense against sparse, in seconds."""
 
-from __future__ import annotations
-
 import datetime
 import math
 import time

@@ -1,7 +1,5 @@
 """The share of dense work that sparse layers did, from the operators' counters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """``torch_pi2.export(model, folder)``: write an optimised model as a bundle for ExecuTorch (docs/BUNDLE.md)."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack

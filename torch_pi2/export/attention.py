@@ -2,8 +2,6 @@
 attention code read whole lanes of the cache under a mask; the others call our operator.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

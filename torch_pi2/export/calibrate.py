@@ -1,7 +1,5 @@
 """Inputs of layers on calibration data, to quantise hot parts; and the loss of a model with quantised hot parts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any

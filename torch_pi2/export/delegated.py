@@ -11,8 +11,6 @@ The operators represent FFNs in a program before ExecuTorch lowers it, without w
 Within :func:`registered`, which names ``model``, they compute: the reference of csrc/bindings/executorch.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import warnings

@@ -1,7 +1,5 @@
 """The manifest of a new bundle with its memory needs, and the contents of a ``.pte``."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import sys
 from collections import Counter

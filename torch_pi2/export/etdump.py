@@ -1,7 +1,5 @@
 """Figures of our delegate's calls in an ETDump, for ExecuTorch's Inspector. Needs no executorch."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 

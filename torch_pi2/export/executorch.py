@@ -1,7 +1,5 @@
 """ExecuTorch's Python runtime with our backend (``libpi2_executorch.so``): loading, options, statistics."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import importlib.metadata

@@ -2,8 +2,6 @@
 Each has a module of its own; they share weights and KV cache, and differ in the parts that an accelerator computes.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field

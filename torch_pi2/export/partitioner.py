@@ -4,8 +4,6 @@ Weights are in a store that is written first; the ``.pte`` only has a blob of 51
 (:mod:`torch_pi2.export.store`), passed in the compile specs. Needs executorch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest

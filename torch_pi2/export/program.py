@@ -1,7 +1,5 @@
 """``torch.export`` of models, and of methods of a bundle; ``export_program`` is public."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence

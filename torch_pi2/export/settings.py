@@ -1,7 +1,5 @@
 """``ExportSettings``: the settings of :func:`torch_pi2.export`, validated before any work."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields

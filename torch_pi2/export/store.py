@@ -5,8 +5,6 @@ each layer's predictor, ``KEY.predictor.*``, with rows of cold neurons in plan o
 stacked, with ``KEY.cuts`` and ``KEY.thresholds``. The delegate parses no JSON: blobs have the offsets of all tensors.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Callable, Mapping, Sequence

@@ -7,8 +7,6 @@ probes have all magnitudes, and values around every constant that the region com
 parameters (scales, a clamp, an offset of up) are fitted to each.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ At this level an FFN is still ``linear, act, linear, mul, linear``, and example 
 objects, so names follow by identity.
 """
 
-from __future__ import annotations
-
 import types
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence

@@ -7,8 +7,6 @@ They are recognised by structure, not by class: parameters ``gate_up_proj [E, 2I
 with this form on random input (:mod:`torch_pi2.rewrite.rewrite`).
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import re

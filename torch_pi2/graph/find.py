@@ -2,8 +2,6 @@
 reports those of unknown form, which stay dense.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

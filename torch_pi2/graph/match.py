@@ -7,8 +7,6 @@ operations is no match, but goes on: :mod:`.skipped` says why the layer stays de
 models, and by the compile backend on Dynamo graphs.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

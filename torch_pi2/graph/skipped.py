@@ -4,8 +4,6 @@ This is looser than :mod:`.match`, whose walks it uses: weights may be computed 
 parameters, buffers and anything that does not mix tokens may stand between the projections.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence, Set
 

@@ -1,7 +1,5 @@
 """Registration with transformers, and ``save_pretrained`` for models that were opened from our folders."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import shutil

@@ -1,7 +1,5 @@
 """Checks of a layer's input, mode and plan, and the dtype of its result."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The sparse layers of a model, and the modules whose ``forward`` they replace."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from torch_pi2.layers.experts import OffloadedExperts, SparseExperts

@@ -5,8 +5,6 @@ sparse operator, made for few tokens, reads it for each. Neurons that the operat
 results differ only in the last bits (order of summation; bfloat16 inputs: products rounded to bfloat16).
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager

@@ -1,7 +1,5 @@
 """Rows of neurons, float or quantised: made from a layer's matrices, and turned back into them (``DenseForm``)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 Importing this module registers it with transformers' auto classes.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -2,8 +2,6 @@
 ``FusedOutput``. Each checks its position, so a missing or replaced one is an error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NoReturn
 

@@ -4,8 +4,6 @@ input before its attention; layers with a sliding window, and layers without pos
 Importing this module registers it with transformers' auto classes.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Simulated storage devices that slow reads down: presets, and JSON descriptions (docs/DEVICES.md)."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

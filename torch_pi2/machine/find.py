@@ -3,8 +3,6 @@
 Published profiles are not our measurements; ``notes`` has the source or the assumption behind each figure.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

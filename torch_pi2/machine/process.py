@@ -1,7 +1,5 @@
 """Description of this machine, and the memory of this process."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

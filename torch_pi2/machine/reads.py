@@ -4,8 +4,6 @@ In a closed loop with depth d and r(d) reads a second, each read takes d / r(d).
 wider ranges and deeper queues never make a read faster.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 The machine should be idle otherwise. ``error`` of each line and ``warm`` of reads show how steady it was.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 import statistics

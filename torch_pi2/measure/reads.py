@@ -1,7 +1,5 @@
 """Read rates of a drive: a test file is written, warmed up, and read by every available engine."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator, Sequence

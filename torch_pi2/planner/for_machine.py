@@ -9,8 +9,6 @@ An accelerator's memory, shared by all batch sizes, is divided among layers by P
 2312.12456, section 6.3; :func:`choose`), which here minimises predicted time.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """``supported``: which feed-forward layers of a model can be made sparse, and why not, before any weight is read."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field

@@ -1,7 +1,5 @@
 """Zeros: how many neurons of each layer add nothing, or hardly anything, for a token, and what skipping them saves."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence

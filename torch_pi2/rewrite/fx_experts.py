@@ -4,8 +4,6 @@ The form is that of the module (:mod:`torch_pi2.graph.experts`). The nodes of it
 must give what the form says. Code that breaks graphs, such as a loop over the experts that have tokens, stays dense.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

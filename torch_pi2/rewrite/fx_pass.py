@@ -3,8 +3,6 @@
 It runs before AOTAutograd, where an FFN is still a few linears and weights are the model's own parameters.
 """
 
-from __future__ import annotations
-
 import re
 import weakref
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Dividing a model: hot neurons and everything but FFNs on a GPU, cold neurons on the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 

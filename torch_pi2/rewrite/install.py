@@ -1,7 +1,5 @@
 """Install sparse layers in a model and take them out. Modules stay where they are; their ``forward`` is replaced."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass

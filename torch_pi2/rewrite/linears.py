@@ -1,7 +1,5 @@
 """Quantising the linear layers outside the FFNs (attention, output layer)."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field

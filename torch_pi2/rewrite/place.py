@@ -1,7 +1,5 @@
 """Installing sparse layers in a model without weights, by the strategy that was tried when the folder was written."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A model without weights: modules, computed buffers and small parameters; large parameters are on ``meta``."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import math

@@ -12,8 +12,6 @@ before its first matmul and after its last one, at any length (:func:`_follow`):
 Experts are replaced together, by the ``forward`` of the module that holds them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -4,8 +4,6 @@ The replacements compute with the model's own weights, which everything else fin
 what differs is code: what a layer's module does besides, or code outside that reads its parts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any

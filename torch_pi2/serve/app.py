@@ -1,7 +1,5 @@
 """OpenAI's API, the web page and Prometheus metrics, as an ASGI application."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import json

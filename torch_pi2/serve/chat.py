@@ -1,7 +1,5 @@
 """Chat templates, and ``ChatSession``, a conversation with one model that reuses its KV cache."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

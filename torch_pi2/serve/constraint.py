@@ -2,8 +2,6 @@
 llguidance fails on some numbers and depths of schemas: :func:`as_object` refuses or bounds these.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable, Collection

@@ -1,7 +1,5 @@
 """``Live``: activity of a served model, as events several times a second for ``/v1/live``."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping

@@ -1,7 +1,5 @@
 """``ServedModel``: a model with tokenizer and batch; converts requests to sequences, and tokens to text."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import time

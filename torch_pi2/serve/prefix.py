@@ -1,7 +1,5 @@
 """``PrefixCache``: keys and values of prompts, so that a shared prefix is computed once."""
 
-from __future__ import annotations
-
 import bisect
 import hashlib
 from array import array

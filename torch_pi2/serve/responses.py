@@ -1,7 +1,5 @@
 """Response bodies and stream chunks of OpenAI's API."""
 
-from __future__ import annotations
-
 from codecs import getincrementaldecoder
 from collections.abc import Iterator
 from typing import Any

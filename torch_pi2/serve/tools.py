@@ -1,7 +1,5 @@
 """Tool calls: their format by chat template, and ``ToolCallParser``, which finds them in streamed text."""
 
-from __future__ import annotations
-
 import json
 import re
 import secrets

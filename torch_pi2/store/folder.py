@@ -1,7 +1,5 @@
 """Folders that torch_pi2 writes: their contents, and what may be replaced."""
 
-from __future__ import annotations
-
 import fnmatch
 import json
 import os

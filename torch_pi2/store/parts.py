@@ -5,8 +5,6 @@ plan.json and the tensors of plan.safetensors; the others have the metadata of t
 (docs/FORMATS.md). Statistics may also be in a file beside a store that has none, as nothing computes with them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -4,8 +4,6 @@ Some parameters have other names in checkpoints: transformers stacks a block's e
 stores them singly, and renames parts of Mixtral and Nemotron-H.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

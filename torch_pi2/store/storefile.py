@@ -5,8 +5,6 @@ are in checksummed slots that suit the device's block size, located by a superbl
 reader; the C++ core reads superblock and slots itself.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator, Mapping

@@ -19,8 +19,6 @@ invisible to a predictor of rank r. A constant of 3 deviations lifts values abov
 the bias subtracts it again.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import math

@@ -7,8 +7,6 @@ with ``trust_remote_code=True``. A hash covers folders with a ``pi2/`` and exact
 consent again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from pathlib import Path

@@ -4,8 +4,6 @@ Names (docs/FORMATS.md): quantised linears are uint8 rows ``NAME.weight``; neuro
 floats have their usual names. While a float model is packed, it has float neurons here and nothing quantised.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path

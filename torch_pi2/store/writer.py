@@ -1,7 +1,5 @@
 """The writer of neuron stores: contents, order and offsets (docs/STORE.md)."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """``torch_pi2.sparsify``: continued training turns most FFN activations of a dense checkpoint into exact zeros."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ are zero than aimed at, and shrinks if more are. The aim rises to the target ove
 the model has time to adapt.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """Neuron activations in forward passes: the share of exact zeros, and a penalty on the others."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Keys are those of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; mis
 Unknown keys are refused, since they may change the computation.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """``torch_pi2.import_gguf``: writes a GGUF file as one of our folders, with its rows bit for bit where possible."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os

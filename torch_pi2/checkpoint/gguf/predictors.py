@@ -7,8 +7,6 @@ x is the hidden state *before* the norm of the feed-forward layer; our predictor
 factors. The neurons are the same if the threshold is 0; other thresholds cannot be expressed.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A GGUF file as a checkpoint: tensors under transformers' names, as floats or as stored rows."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

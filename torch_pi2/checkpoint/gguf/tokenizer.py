@@ -1,7 +1,5 @@
 """The tokenizer and chat template of a GGUF file, written in transformers' format."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence

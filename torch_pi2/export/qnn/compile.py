@@ -8,8 +8,6 @@ binary ``NAME.context``, the compile specification ``NAME.spec`` and, last, ``NA
 ``done.json``, or ``error.json`` and exit code 1. Output goes to the file ``log``.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

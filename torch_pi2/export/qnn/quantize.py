@@ -5,8 +5,6 @@ the same weights and scales, of which the compiler keeps one copy. The hot neuro
 are the sums of the first 1, 2, ... chunks; the graph for k chunks has only the k-th output.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate

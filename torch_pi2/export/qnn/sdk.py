@@ -4,8 +4,6 @@ They come from the extra ``qnn`` (package onnxruntime-qnn) or from the user's SD
 downloads an SDK if ``QNN_SDK_ROOT`` is unset, so it is always set before ExecuTorch's Qualcomm code runs.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib.metadata
 import os

@@ -1,7 +1,5 @@
 """Settings of the NPU's compiler, and its report, ``qnn.json`` of a bundle."""
 
-from __future__ import annotations
-
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ bits per group and a float per row. ExecuTorch's observer takes any float, and i
 dividing the weights: NPU and PyTorch then differ (3e-2 of the output). Here scales are multiples before the division.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any, NamedTuple
