@@ -56,12 +56,13 @@ class Guess {
   };
 
   void add(std::int64_t expert, const std::vector<std::int64_t>& ids, const float* x_TH, const ParallelFor& parallel) {
-    const Predictor predictor = predictor_of(next_.stack, expert);
+    const ExpertWork work{
+        expert, static_cast<std::int64_t>(ids.size()), ids.data(), x_TH, nullptr, next_.router.hidden};
+    const Predictor predictor = predictor_of(next_.stack, work);
     if (predictor.kind == Predictor::Kind::kNone && store_.gates_apart(next_.first_layer + expert)) return;
-    experts_.push_back({expert, static_cast<std::int64_t>(ids.size()), {}});
+    experts_.push_back({expert, work.tokens, {}});
     if (predictor.kind == Predictor::Kind::kNone) return;
     Expert& one = experts_.back();
-    const ExpertWork work{expert, one.tokens, ids.data(), x_TH, nullptr, next_.router.hidden};
     const FfnArgs layer = of_expert(next_.stack.layer, work);
     one.mask.resize(static_cast<std::size_t>(one.tokens * layer.neurons));
     predict(predictor, layer, one.mask.data(), parallel);
@@ -108,7 +109,7 @@ class InStore : public ExpertLayers {
       if (one.left_out) continue;
       ++left_;
       predict_once(&one, parallel);
-      const bool later = one.mask == nullptr && reads_gates(one.work.expert) && one.work.tokens < kGemmTokens;
+      const bool later = one.mask == nullptr && reads_gates(one.work) && one.work.tokens < kGemmTokens;
       if (!later)
         store_.prefetch(first_layer_ + one.work.expert, stack_.layer.n_hot, one.mask, one.work.tokens, stats_);
     }
@@ -130,7 +131,7 @@ class InStore : public ExpertLayers {
       layer.gate_rows = store_.gates_there(gates, &problem);
       if (!problem.empty()) return kReading + problem;
     }
-    Predictor predictor = predictor_of(stack_, work.expert);
+    Predictor predictor = predictor_of(stack_, work);
     if (one != nullptr && one->mask != nullptr) {
       layer.active = one->mask;
       layer.all_fire = gates != nullptr || predictor.kind == Predictor::Kind::kGate;
@@ -156,20 +157,20 @@ class InStore : public ExpertLayers {
   };
 
   // Whether the expert's gates lie apart in the store and no predictor does without them.
-  bool reads_gates(std::int64_t expert) const {
-    return store_.gates_apart(first_layer_ + expert) && predictor_of(stack_, expert).kind == Predictor::Kind::kNone;
+  bool reads_gates(const ExpertWork& work) const {
+    return store_.gates_apart(first_layer_ + work.expert) && predictor_of(stack_, work).kind == Predictor::Kind::kNone;
   }
 
   // Begins to read those of the works before `end`.
   void ask_for_gates(std::size_t end) {
     for (; asked_ < std::min(end, gates_.size()); ++asked_)
-      if (reads_gates(works_[asked_].expert))
+      if (reads_gates(works_[asked_]))
         gates_[asked_] = store_.ask_for_gates(first_layer_ + works_[asked_].expert, stats_);
   }
 
   // The predictor of a work, which may be gates that are being read.
   Predictor predictor_for(std::size_t i) const {
-    Predictor made = predictor_of(stack_, works_[i].expert);
+    Predictor made = predictor_of(stack_, works_[i]);
     if (gates_[i] != nullptr) made.kind = Predictor::Kind::kGate;
     return made;
   }

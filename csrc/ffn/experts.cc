@@ -76,7 +76,8 @@ struct Slice {
 
   // Fills row_TK and `works`, which has room for every expert; y of a work points to its rows of `y`. Returns the
   // number of works.
-  std::int64_t group(float* y, std::int64_t* ids, std::int64_t* next_E, std::int64_t* last_E, ExpertWork* works) {
+  std::int64_t group(float* y, std::int64_t* ids, std::int64_t* pairs, std::int64_t* next_E, std::int64_t* last_E,
+                     ExpertWork* works) {
     const std::int64_t experts = args.experts;
     std::fill(next_E, next_E + experts, 0);
     std::fill(last_E, last_E + experts, -1);
@@ -95,7 +96,7 @@ struct Slice {
       last_E[e] = -1;
       if (n == 0) continue;
       const float* x = x_TH != nullptr ? x_TH : reinterpret_cast<const float*>(row(args.x, 0));
-      works[count++] = {e, n, ids + rows, x, y + rows * args.hidden, args.hidden};
+      works[count++] = {e, n, ids + rows, x, y + rows * args.hidden, args.hidden, pairs + rows};
       rows += n;
     }
     for (std::int64_t t = 0; t < tokens; ++t) {
@@ -103,6 +104,7 @@ struct Slice {
         const std::int64_t e = expert(t, j);
         if (e < experts && last_E[e] != t) {
           last_E[e] = t;
+          pairs[next_E[e]] = (start + t) * args.slots + j;
           ids[next_E[e]++] = t;
         }
         row_TK[t * args.slots + j] = e < experts ? next_E[e] - 1 : -1;
@@ -120,7 +122,7 @@ class InMemory : public ExpertLayers {
     FfnArgs layer = layer_of(stack_, work);
     layer.neuron_rows =
         static_cast<const char*>(layer.neuron_rows) + work.expert * layer.neurons * layer.neuron_bytes();
-    predicted_ffn(predictor_of(stack_, work.expert), layer, parallel);
+    predicted_ffn(predictor_of(stack_, work), layer, parallel);
     return "";
   }
 
@@ -151,15 +153,15 @@ std::string mix_experts(const ExpertsArgs& args, ExpertLayers& layers, const Par
   const std::string problem = check_index(args);
   if (!problem.empty()) return problem;
   const std::int64_t slice = std::min(args.tokens, expert_slice(args.slots, args.hidden)), pairs = slice * args.slots;
-  auto* ids = take<std::int64_t>(Scratch::kExpertIds, 2 * pairs + 2 * args.experts);
+  auto* ids = take<std::int64_t>(Scratch::kExpertIds, 3 * pairs + 2 * args.experts);
   auto* works = take<ExpertWork>(Scratch::kExpertWorks, args.experts);
   float* y_RH = take<float>(Scratch::kExpertResults, pairs * args.hidden);
   float* x_TH = args.x_dtype == DType::kF32 ? nullptr : take<float>(Scratch::kExpertInputs, slice * args.hidden);
   for (std::int64_t start = 0; start < args.tokens; start += slice) {
     Slice part{args, start, std::min(slice, args.tokens - start), x_TH, y_RH, ids};
     if (x_TH != nullptr) part.each_token<&Slice::widen_token>(parallel);
-    std::int64_t* next_E = ids + 2 * pairs;
-    const std::int64_t count = part.group(y_RH, ids + pairs, next_E, next_E + args.experts, works);
+    std::int64_t* next_E = ids + 3 * pairs;
+    const std::int64_t count = part.group(y_RH, ids + pairs, ids + 2 * pairs, next_E, next_E + args.experts, works);
     layers.announce(works, count, parallel);
     for (std::int64_t i = 0; i < count; ++i) {
       const std::string wrong = layers.compute(works[i], parallel);
@@ -183,9 +185,9 @@ FfnArgs layer_of(const ExpertStack& stack, const ExpertWork& work) {
   return layer;
 }
 
-Predictor predictor_of(const ExpertStack& stack, std::int64_t expert) {
+Predictor predictor_of(const ExpertStack& stack, const ExpertWork& work) {
   Predictor p = stack.predictor;
-  const std::int64_t hot = stack.layer.n_hot;
+  const std::int64_t hot = stack.layer.n_hot, expert = work.expert;
   if (p.kind == Predictor::Kind::kLowrank) {
     LowrankArgs& l = p.lowrank;
     const auto skip = [](const auto** data, std::int64_t count) {
@@ -202,6 +204,8 @@ Predictor predictor_of(const ExpertStack& stack, std::int64_t expert) {
     SignbitArgs& s = p.signbit;
     s.signs = static_cast<const char*>(s.signs) + (expert * s.cold + hot) * sign_bytes(s.columns);
     s.margin = stack.cuts[expert];
+  } else if (p.kind == Predictor::Kind::kMask) {
+    p.mask.rows = work.pairs;
   } else if (p.kind == Predictor::Kind::kGate) {
     const std::int64_t at = stack.gates[expert];
     if (at < 0) return Predictor();

@@ -22,9 +22,10 @@ Args of_layer(Args predictor, const FfnArgs& args, std::uint8_t* active) {
 
 void copy_mask(const MaskArgs& chosen, const FfnArgs& args, std::uint8_t* active) {
   const std::int64_t cold = args.neurons - args.n_hot;
-  const std::uint8_t* from = chosen.mask + chosen.columns - cold;
-  for (std::int64_t t = 0; t < args.tokens; ++t, from += chosen.columns, active += cold)
-    std::memcpy(active, from, static_cast<std::size_t>(cold));
+  for (std::int64_t t = 0; t < args.tokens; ++t) {
+    const std::int64_t row = chosen.rows == nullptr ? t : chosen.rows[t];
+    std::memcpy(active + t * cold, chosen.mask + (row + 1) * chosen.columns - cold, static_cast<std::size_t>(cold));
+  }
 }
 
 }  // namespace
@@ -62,7 +63,10 @@ void predicted_ffn(const Predictor& predictor, const FfnArgs& layer, const Paral
     args.more = layer.more || start + slice < all;
     args.x = static_cast<const char*>(layer.x) + start * token_bytes;
     args.y = static_cast<char*>(layer.y) + start * token_bytes;
-    if (by.kind == Predictor::Kind::kMask) by.mask.mask = predictor.mask.mask + start * by.mask.columns;
+    if (by.mask.rows != nullptr)
+      by.mask.rows = predictor.mask.rows + start;
+    else if (by.mask.mask != nullptr)
+      by.mask.mask = predictor.mask.mask + start * by.mask.columns;
     predict(by, args, mask, parallel);
     // Everything is read for a prompt's last slice, however short, as for the slices before.
     if (predictor.kind == Predictor::Kind::kLowrank && predictor.lowrank.doubt > 0 && args.source != nullptr &&

@@ -20,7 +20,7 @@ from torch_pi2.predict.signbit import pack_signs
 from torch_pi2.store.storefile import StoreReader
 
 load()
-KINDS = ["none", "lowrank", "lowrank_q", "signbit"]
+KINDS = ["none", "lowrank", "lowrank_q", "signbit", "mask"]
 RANK = 21
 ARGUMENTS = (
     "x", "index", "routing", "neuron_rows", "predictor", "kind", "cuts", "predictor_weights",
@@ -36,7 +36,7 @@ def predictors(kind: str, experts: int, neurons: int, hidden: int) -> tuple[list
     """Stacked tensors, kind, cuts and weights: every expert has its own cut."""
     g = generator(4)
     cuts = [0.1 * e for e in range(experts)]
-    if kind == "none":
+    if kind in ("none", "mask"):
         return [], kind, [], ""
     if kind == "signbit":
         signs = pack_signs(torch.randn(experts * neurons, hidden, generator=g)).view(experts, neurons, -1)
@@ -79,6 +79,8 @@ def mixture(
         neuron_rows = torch.randn(experts, neurons, rows, hidden, generator=generator(2)) * hidden**-0.5
         neuron_rows, weights = neuron_rows.to(getattr(torch, weights)), "float"
     how = predictors(kind, experts, neurons, hidden)
+    if kind == "mask":
+        how = [torch.rand(tokens, slots, neurons, generator=generator(7)) < 0.4], kind, [], ""
     values = (
         *routed(experts, tokens, slots, hidden, dtype),
         neuron_rows,
@@ -104,7 +106,7 @@ def assert_follows_reference(arguments: dict[str, object]) -> None:
     # Half: one rounding of nearly the same sum. Predicted: a neuron at its cut may go either way.
     relative = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}[found.dtype]
     off = (found.float() - wanted.float()).abs().amax(-1) > relative * float(wanted.float().abs().max()) + 1e-7
-    assert int(off.sum()) <= (0 if arguments["kind"] in ("none", "signbit") else len(off) // 10)
+    assert int(off.sum()) <= (0 if arguments["kind"] in ("none", "signbit", "mask") else len(off) // 10)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -155,6 +157,8 @@ def test_bits_depend_on_neither_company_nor_threads(kind: str, weights: str, int
         torch.set_num_threads(1)
         for t in range(0, tokens, 7):
             alone = {name: arguments[name][t : t + 1] for name in ("x", "index", "routing")}
+            if kind == "mask":
+                alone["predictor"] = [arguments["predictor"][0][t : t + 1]]
             assert torch.equal(run(arguments | alone)[0], together[t])
     finally:
         torch.set_num_threads(before)
@@ -239,9 +243,13 @@ def test_first_neurons_of_each_expert_are_somebody_elses(path: Path, kind: str) 
         for first in (64, 320):
             others = whole | {"neuron_rows": whole["neuron_rows"][:, first:].contiguous()}
             others["bias_up"] = whole["bias_up"][:, first:].contiguous()
-            by_neuron = {"none": 0, "signbit": 0, "lowrank": 2, "lowrank_q": 1}[kind]
+            by_neuron = {"lowrank": 2, "lowrank_q": 1}.get(kind, 0)
             others["predictor"] = [
-                tensor[:, first:].contiguous() if place >= by_neuron else tensor
+                tensor[..., first:].contiguous()
+                if kind == "mask"
+                else tensor[:, first:].contiguous()
+                if place >= by_neuron
+                else tensor
                 for place, tensor in enumerate(whole["predictor"])
             ]
             assert torch.equal(run(whole | {"first": first}), run(others))
@@ -253,6 +261,57 @@ def test_first_neurons_of_each_expert_are_somebody_elses(path: Path, kind: str) 
         for _ in range(2):
             found = torch.ops.pi2.stored_experts(**over, store=store.number, first=128)
             assert torch.equal(found, run(memory | {"first": 128}))
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 150])
+def test_masks_are_of_pairs(path: Path, tokens: int) -> None:
+    over, memory, _ = stored(path, "mask", tokens=tokens, slots=3)
+    index, mask = memory["index"], memory["predictor"][0]
+    store = Store(path, 30_000)
+    call = functools.partial(torch.ops.pi2.stored_experts, store=store.number)
+    assert torch.equal(call(**over), run(memory))
+    assert_follows_reference(memory)
+    neurons = mask.shape[-1]
+    used = torch.zeros(over["experts"] + 1, neurons, dtype=torch.bool)
+    for t in range(tokens):
+        for e in set(index[t].tolist()):
+            used[e] |= mask[t, index[t].tolist().index(e)]
+    if tokens == 1:
+        store.stats(reset=True)
+        call(**over)
+        assert store.stats()["wanted"] == int(used[:-1].sum())
+    # the choice of a token's expert counts where it is named first
+    twice = memory | {"index": index[:, :1].expand(tokens, 3).contiguous()}
+    other = mask.clone()
+    other[:, 1:] = ~other[:, 1:]
+    assert torch.equal(run(twice), run(twice | {"predictor": [other]}))
+    for bad, found in (
+        ([], "expected 1 tensor and no cuts for kind mask, found 0 and 0"),
+        (
+            [mask[:, :2].contiguous()],
+            rf"{tokens} tokens, 3 slots, {neurons} neurons\], found \[{tokens}, 2, {neurons}\]",
+        ),
+        ([mask[..., 1:]], "mask: expected contiguous bool .*found "),
+        ([mask.byte()], "mask: expected contiguous bool .* of another dtype"),
+    ):
+        for operator, arguments in (
+            (run, {"arguments": memory | {"predictor": bad}}),
+            (call, over | {"predictor": bad}),
+        ):
+            with pytest.raises(RuntimeError, match=found):
+                operator(**arguments)
+    early = (torch.randn(2, memory["x"].shape[1]), None, None, 1, [mask], "mask", [], "", False)
+    with pytest.raises(RuntimeError, match="expected a predictor that computes, found 'mask'"):
+        torch.ops.pi2.store_early_routing(store.number, 0, 1, 2, *early)
+
+
+@pytest.mark.parametrize("sizes", [(3, 2, 60_000), ((1 << 17) + 7, 2, 1)], ids=str)
+def test_masks_of_long_prompts_are_cut_into_slices_with_them(sizes: tuple[int, int, int]) -> None:
+    whole = mixture("mask", "float32", 2, 70, 2, sizes)
+    y = run(whole)
+    for t in (0, 63, 64, 69):
+        alone = {name: whole[name][t : t + 1] for name in ("x", "index", "routing")}
+        assert torch.equal(run(whole | alone | {"predictor": [whole["predictor"][0][t : t + 1]]})[0], y[t])
 
 
 def with_gates(neuron_rows: torch.Tensor) -> dict[str, object]:

@@ -44,8 +44,10 @@ def experts_ffn(
         predictor: tensors of :func:`torch_pi2.ops.ffn.predicted_ffn`, each ``[E, ...]``; empty for ``kind`` ``none``,
             which computes every gate. For ``gate``, with the bits of ``none``: ``[rows, of_E]``, the first rows of all
             neurons of some experts, ``[n, I, ...]``, and which of them are each expert's, int64 ``[E]`` (negative:
-            none); of fewer than ``constants().gemm_tokens`` tokens ``stored_experts`` reads only what fires there.
-        cuts: E thresholds or margins of the predictors; empty for ``none`` and ``gate``.
+            none); of fewer than ``constants().gemm_tokens`` tokens ``stored_experts`` reads only what fires there. For
+            ``mask``: ``[active]``, a choice made already, contiguous bool ``[T, k, I]``: each token's neurons of each
+            of its experts (of an expert that it names twice, in the first place).
+        cuts: E thresholds or margins of the predictors; empty for ``none``, ``gate`` and ``mask``.
         thresholds: E cuts on ``|act(gate)|``; empty: 0 for all.
         bias_gate, bias_up: ``[E, I]`` or None; bias_down: ``[E, H]`` or None.
         first: number of first neurons of each expert that are computed elsewhere, a multiple of 64: the result has the
@@ -53,15 +55,16 @@ def experts_ffn(
         The others: as in ``predicted_ffn``, the same for all experts.
     """
 
-    def expert(e: int, x_H: torch.Tensor) -> torch.Tensor:
+    def expert(e: int, t: int, x_H: torch.Tensor) -> torch.Tensor:
         biases = [None if bias is None else bias[e, first:] for bias in (bias_gate, bias_up)]
         layer: tuple[Any, ...] = (neuron_rows[e, first:], *biases, None if bias_down is None else bias_down[e])
         threshold = thresholds[e] if thresholds else 0.0
         settings: tuple[Any, ...] = (activation, activation_on_up, 0, threshold, weights, int8_activations)
         if kind in ("none", "gate"):
             return sparse_ffn(x_H, *(*layer, None), *settings)
-        tensors = [tensor[e] for tensor in predictor]
-        how: tuple[Any, ...] = (tensors, kind, cuts[e], predictor_weights, predictor_int8_activations)
+        of_e = (t, index[t].tolist().index(e)) if kind == "mask" else e
+        tensors, cut = [tensor[of_e] for tensor in predictor], cuts[e] if cuts else 0.0
+        how: tuple[Any, ...] = (tensors, kind, cut, predictor_weights, predictor_int8_activations)
         return predicted_ffn(x_H, *layer, *how, *settings)
 
     y_TH = x.new_zeros(x.shape, dtype=torch.float32)
@@ -69,7 +72,7 @@ def experts_ffn(
         for j in range(index.shape[1]):
             e = int(index[t, j])
             if e < neuron_rows.shape[0]:
-                y_TH[t] += routing[t, j].float() * expert(e, x[t].float())
+                y_TH[t] += routing[t, j].float() * expert(e, t, x[t].float())
     return y_TH.to(x.dtype)
 
 

@@ -55,10 +55,12 @@ MaybeTensor of_first(const MaybeTensor& biases, int64_t experts, const char* nam
 }
 
 // `layer` with the thresholds and predictors of all experts. Tensors and numbers must outlive the result. The first
-// first_neuron neurons of each expert are computed elsewhere.
+// first_neuron neurons of each expert are computed elsewhere. `slots`: experts of a token of x, negative: x is no
+// call's.
 ExpertStack stack_of(const Tensor& x, const FfnArgs& layer, int64_t experts, const std::vector<Tensor>& tensors,
                      const std::string& kind, const std::vector<double>& cuts, const std::string& weights,
-                     bool int8_activations, const std::vector<double>& thresholds, int64_t first_neuron = 0) {
+                     bool int8_activations, const std::vector<double>& thresholds, int64_t slots,
+                     int64_t first_neuron = 0) {
   STD_TORCH_CHECK(first_neuron >= 0 && first_neuron < layer.neurons && first_neuron % 64 == 0,
                   "pi2: first: expected a multiple of 64 below ", layer.neurons, ", found ", first_neuron,
                   ". It is how many neurons of each expert are computed elsewhere.");
@@ -96,9 +98,25 @@ ExpertStack stack_of(const Tensor& x, const FfnArgs& layer, int64_t experts, con
                       ". See torch_pi2.ops.experts.");
     return stack;
   }
-  STD_TORCH_CHECK(kind != "mask",
-                  "pi2: kind: expected none, gate, lowrank, lowrank_q or signbit, found 'mask'. See "
-                  "torch_pi2.ops.experts.");
+  if (kind == "mask") {
+    STD_TORCH_CHECK(slots >= 0,
+                    "pi2: kind: expected a predictor that computes, found 'mask', which is of one call. Leave "
+                    "early routing out.");
+    STD_TORCH_CHECK(tensors.size() == 1 && cuts.empty(),
+                    "pi2: predictor: expected 1 tensor and no cuts for kind mask, ", "found ", tensors.size(), " and ",
+                    cuts.size(), ". See torch_pi2.ops.experts.");
+    const Tensor& active = tensors[0];
+    check_plain(active, "mask");
+    STD_TORCH_CHECK(active.scalar_type() == ScalarType::Bool && active.dim() == 3 && active.size(0) == x.size(0) &&
+                        active.size(1) == slots && active.size(2) == layer.neurons && active.is_contiguous(),
+                    "pi2: mask: expected contiguous bool [", x.size(0), " tokens, ", slots, " slots, ", layer.neurons,
+                    " neurons], found ", active.is_contiguous() ? "" : "strided ", shape_of(active),
+                    active.scalar_type() == ScalarType::Bool ? "" : " of another dtype",
+                    ". It is a choice for each pair of a token and an expert.");
+    stack.predictor.kind = Predictor::Kind::kMask;
+    stack.predictor.mask = {static_cast<const uint8_t*>(active.const_data_ptr()), layer.neurons};
+    return stack;
+  }
   STD_TORCH_CHECK(static_cast<int64_t>(cuts.size()) == experts, "pi2: cuts: expected ", experts,
                   ", one for each expert, found ", cuts.size(), ". See torch_pi2.ops.experts.");
   std::vector<Tensor> first;
@@ -150,7 +168,7 @@ Tensor experts_ffn(const Tensor& x, const Tensor& index, const Tensor& routing, 
       ffn_args(x, first, gate, up, down, activation, activation_on_up, 0, 0, weights, int8_activations);
   if (kind != "none") check_no_blocks(layer);
   const ExpertStack stack = stack_of(x, layer, r.args.experts, predictor, kind, cuts, predictor_weights,
-                                     predictor_int8_activations, thresholds, first_neuron);
+                                     predictor_int8_activations, thresholds, r.args.slots, first_neuron);
   const std::string problem = pi2::experts_ffn(r.args, stack, torch_threads());
   STD_TORCH_CHECK(problem.empty(), "pi2: ", problem);
   return r.y;
@@ -199,7 +217,7 @@ Tensor stored_experts(const Tensor& x, const Tensor& index, const Tensor& routin
   layer = with_settings(layer, x, bias_type(layer.dtype_of_down()), gate, up, down, activation, activation_on_up, 0,
                         int8_activations);
   const ExpertStack stack = stack_of(x, layer, experts, predictor, kind, cuts, predictor_weights,
-                                     predictor_int8_activations, thresholds, first_neuron);
+                                     predictor_int8_activations, thresholds, r.args.slots, first_neuron);
   const Guesses guesses = early_routing(store, first_layer);
   const std::string problem = pi2::stored_experts(r.args, stack, *offload, first_layer, torch_threads(), nullptr,
                                                   guesses.next == nullptr ? nullptr : &guesses.next->next,
@@ -246,7 +264,7 @@ bool store_early_routing(int64_t store, int64_t at, int64_t first_layer, int64_t
   made->next.record = &made->record;
   const Tensor x = torch::stable::empty({1, layer.hidden}, ScalarType::Float);  // for the checks of its size
   made->next.stack =
-      stack_of(x, layer, experts, predictor, kind, made->cuts, predictor_weights, predictor_int8_activations, {});
+      stack_of(x, layer, experts, predictor, kind, made->cuts, predictor_weights, predictor_int8_activations, {}, -1);
   made->next.first_layer = first_layer;
   route_early(store, at, made);
   return true;

@@ -46,6 +46,7 @@ struct ExpertWork {
   const float* x = nullptr;           // [all tokens of the slice, hidden]
   float* y = nullptr;                 // [tokens, hidden]
   std::int64_t hidden = 0;
+  const std::int64_t* pairs = nullptr;  // [tokens]: of the whole call's [tokens, slots], the first that is the work's
 };
 
 // `layer` with the input, output and number of tokens of `work`. The input may be gathered in this thread's scratch
@@ -70,7 +71,7 @@ std::string mix_experts(const ExpertsArgs& args, ExpertLayers& layers, const Par
 struct ExpertStack {
   // Without x, y and tokens; over a store without neuron_rows. n_hot equals `first`: neurons computed elsewhere.
   FfnArgs layer;
-  Predictor predictor;                 // without its cut; has rows for all neurons
+  Predictor predictor;                 // without its cut; has rows for all neurons. kMask: a row for each pair
   const double* cuts = nullptr;        // [experts]: thresholds, or margins, of kinds kLowrank and kSignbit
   const double* thresholds = nullptr;  // [experts], of the layers; null: `layer` has one for all
   // Kind kGate: [experts], which of the matrices at predictor.gate_rows is the expert's; negative: none, and nothing
@@ -78,9 +79,9 @@ struct ExpertStack {
   const std::int64_t* gates = nullptr;
 };
 
-// The layer and the predictor of expert `work.expert`; see of_expert.
+// The layer and the predictor of a work; see of_expert.
 FfnArgs layer_of(const ExpertStack& stack, const ExpertWork& work);
-Predictor predictor_of(const ExpertStack& stack, std::int64_t expert);
+Predictor predictor_of(const ExpertStack& stack, const ExpertWork& work);
 
 std::string experts_ffn(const ExpertsArgs& args, const ExpertStack& stack, const ParallelFor& parallel);
 

@@ -66,6 +66,7 @@ void predict_gate(const FfnArgs& layer, const void* rows, std::uint8_t* active, 
 struct MaskArgs {
   const std::uint8_t* mask = nullptr;  // rows of `columns`
   std::int64_t columns = 0;            // at least the layer's cold neurons
+  const std::int64_t* rows = nullptr;  // [tokens], each token's row; null: they follow each other
 };
 
 // A predictor of any kind, or none.
