@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from torch_pi2.hf.quantizer import Pi2QuantizationConfig as Pi2QuantizationConfig
     from torch_pi2.machine.find import find_hardware as find_hardware
     from torch_pi2.observe.accesses import record_accesses as record_accesses
+    from torch_pi2.observe.record import Activations as Activations
+    from torch_pi2.observe.record import record as record
     from torch_pi2.observe.trace import trace as trace
     from torch_pi2.observe.watch import watch as watch
     from torch_pi2.planner.for_machine import plan_for as plan_for
@@ -78,6 +80,7 @@ _FROM = {
     "hf.quantizer": ("Pi2QuantizationConfig",),
     "machine.find": ("find_hardware",),
     "observe.accesses": ("record_accesses",),
+    "observe.record": ("Activations", "record"),
     "observe.trace": ("trace",),
     "observe.watch": ("watch",),
     "planner.for_machine": ("plan_for",),

@@ -28,7 +28,7 @@ from torch_pi2.base.fields import argument, checked
 from torch_pi2.base.modules import fresh_settings, has_hooks, has_sparse_layers
 from torch_pi2.errors import ConfigError, GradientError
 from torch_pi2.graph.routed import masked
-from torch_pi2.ops.activations import ACTIVATIONS, cuts
+from torch_pi2.ops.activations import ACTIVATIONS, cuts, norm
 from torch_pi2.types.method import LOSSY, PREDICTED, Method, Predictor
 from torch_pi2.types.plan import Plan
 from torch_pi2.types.site import FFNSite
@@ -121,7 +121,7 @@ class MatmulIndex:
         y_TI = out.reshape(-1, out.shape[-1])[:, member.start - hit.start : member.stop - hit.start]
         y_TI = y_TI if dtype is None else y_TI.to(dtype)
         ref = member.site.refs[member.role]
-        if hit.bias is None and ref.bias:
+        if hit.bias is None and ref.bias and not (member.role == "up" and norm(member.site.activation)):
             y_TI = y_TI + ref.take_bias(self._model.get_parameter(ref.bias).detach())
         return y_TI
 

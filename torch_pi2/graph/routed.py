@@ -70,6 +70,12 @@ def chosen_shares(model_config: Any, sites: Sequence[FFNSite]) -> dict[str | Non
     return {name: min(1.0, (chosen or count) / count) for name, count in counts.items()}
 
 
+def products(weights: FFNWeights, x_TH: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What the gate and up matmuls of an expert make ``[T, I]``, by role, in the dtype of its weights."""
+    up = {"up": F.linear(x_TH, weights.up, weights.bias_up)}
+    return up if weights.gate is None else {"gate": F.linear(x_TH, weights.gate, weights.bias_gate)} | up
+
+
 def first_products(site: FFNSite, weights: FFNWeights, x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Gate ``[T, I]`` float32 of an expert (up, if it has none), and up if the activation is applied to it as well."""
     if weights.gate is None:

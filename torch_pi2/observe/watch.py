@@ -137,6 +137,20 @@ def watch(model: nn.Module) -> Watch:
     return Watch(model)
 
 
+def fired(layer: SparseFFN, x_TH: torch.Tensor) -> torch.Tensor:
+    """Which neurons of ``layer`` fire for each token as a call of its own, bool ``[T, I]`` in the plan's order."""
+    group = _Group([layer], {layer.site.key: layer.threshold}, ())
+    group.start()
+    try:
+        fired_TI = torch.zeros((len(x_TH), layer.site.intermediate), dtype=torch.bool)
+        for x_1H, fired_I in zip(x_TH.split(1), fired_TI):
+            layer.whole(x_1H)
+            fired_I.copy_(group.counts(0, True)[0, 1:] > 0)
+    finally:
+        group.drop()
+    return fired_TI
+
+
 class _Group:
     """Layers counted with the same batch sizes: experts, or others."""
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +23,7 @@ from torch_pi2.base.modules import evaluating
 from torch_pi2.base.progress import bar
 from torch_pi2.errors import CalibrationError, ConfigError, NonFiniteError, UnsupportedModelError
 from torch_pi2.graph.dispatch import MatmulIndex
-from torch_pi2.graph.routed import Routed, fired_scores, intermediate, modules_of
+from torch_pi2.graph.routed import Routed, fired_scores, intermediate, modules_of, products
 from torch_pi2.ops.activations import ACTIVATIONS
 from torch_pi2.profiling.data import MIN_TOKENS, Batch, check_ids
 from torch_pi2.types.site import FFNSite, check_weights
@@ -34,7 +35,9 @@ class Firing:
     """One call of the FFN ``site``: its input ``x_TH`` in the model's dtype; ``score_TI`` float32, ``|act(gate)|`` if
     only the gate is activated, else ``|h|``; ``h`` gives the input ``[T, I]`` of down; ``real_T`` bool, False for
     padding. ``grid``: ``(B, T)`` of the rows, row-major; None if unknown, as for experts. ``borrowed``: the router gave
-    the rows to other experts of the block.
+    the rows to other experts of the block. ``streams`` gives what the gate and up matmuls made ``[T, I]``, by role
+    (only if :func:`record` was asked for them). ``tokens``: of an expert, the numbers of its rows among the batch's
+    real tokens, int64 ``[T]``.
     """
 
     site: FFNSite
@@ -44,6 +47,8 @@ class Firing:
     real_T: torch.Tensor
     grid: tuple[int, int] | None
     borrowed: bool = False
+    streams: Callable[[], dict[str, torch.Tensor]] = dict
+    tokens: torch.Tensor | None = None
 
 
 Sink = Callable[[Firing], None]
@@ -135,17 +140,18 @@ class RoutedRecorder:
             block.calls += 1
             block.sample(routed)
             for site in block.sites:
-                x_NH = routed.x_TH[routed.tokens_of(site)]
-                block.counts[site.key] += len(x_NH)
-                if len(x_NH):
-                    self._show(site, x_NH)
+                tokens = routed.tokens_of(site)
+                block.counts[site.key] += len(tokens)
+                if len(tokens):
+                    self._show(site, routed.x_TH[tokens], tokens=tokens)
 
         return hook
 
-    def _show(self, site: FFNSite, x_NH: torch.Tensor, *, borrowed: bool = False) -> None:
+    def _show(self, site: FFNSite, x_NH: torch.Tensor, *, borrowed: bool = False, tokens: Any = None) -> None:
         weights, real_N = site.weights(self._model), torch.ones(len(x_NH), dtype=torch.bool)
         score_NI, h = fired_scores(site, weights, x_NH), lambda: intermediate(site, weights, x_NH)[1]
-        self._sink(Firing(site, x_NH, score_NI, h, real_N, None, borrowed))
+        streams = partial(products, weights, x_NH)
+        self._sink(Firing(site, x_NH, score_NI, h, real_N, None, borrowed, streams, tokens))
 
     def finish(self) -> None:
         """After the last batch: pass more tokens of experts with few to the sink."""
@@ -161,16 +167,18 @@ Cut = TypeVar("Cut", bound=float | torch.Tensor)
 
 class ActivationRecorder(TorchDispatchMode):
     """Calls ``sink`` once per call of an FFN that is not an expert. Set :attr:`batch` before each call of the model.
+    ``streams``: with copies of what its gate and up matmuls made, since the model may change them in place.
 
     Raises (while the model runs):
         NonFiniteError: NaN or infinity in the activations of a real token.
         UnsupportedModelError: an FFN has other rows than the batch's tokens, so padding cannot be identified.
     """
 
-    def __init__(self, model: nn.Module, sites: Sequence[FFNSite], sink: Sink) -> None:
+    def __init__(self, model: nn.Module, sites: Sequence[FFNSite], sink: Sink, *, streams: bool = False) -> None:
         super().__init__()
         sites = [site for site in sites if site.experts is None]
         self._sink = sink
+        self._streams: dict[str, dict[str, torch.Tensor]] | None = {} if streams else None
         self._index = MatmulIndex(sites, model)
         self._x: dict[str, torch.Tensor] = {}
         self._gate: dict[str, torch.Tensor] = {}
@@ -191,11 +199,15 @@ class ActivationRecorder(TorchDispatchMode):
             self._x[site.key] = hit.x
             if role == "gate" and not site.activation_on_up:
                 self._gate[site.key] = self._index.result(hit, member, out, torch.float32)
+            if self._streams is not None:
+                kept = self._index.result(hit, member, out).detach().clone()
+                self._streams.setdefault(site.key, {})[role] = kept
         return out
 
     def _emit(self, site: FFNSite, h: torch.Tensor) -> None:
         h_TI = h.detach().reshape(-1, h.shape[-1])
         x, gate_TI = self._x.pop(site.key, None), self._gate.pop(site.key, None)
+        streams = (self._streams or {}).pop(site.key, {})
         if x is None:
             return  # down alone: a weight that is used elsewhere, too
         real_T, grid = real_tokens(site.key, self.batch, len(h_TI))
@@ -205,7 +217,8 @@ class ActivationRecorder(TorchDispatchMode):
         else:
             score_TI = h_TI.float().abs()
         self.calls[site.key] += 1
-        self._sink(Firing(site, x.detach().reshape(-1, x.shape[-1]), score_TI, lambda: h_TI, real_T, grid))
+        x_TH = x.detach().reshape(-1, x.shape[-1])
+        self._sink(Firing(site, x_TH, score_TI, lambda: h_TI, real_T, grid, streams=lambda: streams))
 
 
 def check_sites(model: nn.Module, sites: Sequence[FFNSite]) -> None:
@@ -227,15 +240,18 @@ def record(
     progress: bool = True,
     label: str = "profile",
     logits: bool = False,
+    streams: bool = False,
 ) -> dict[str, int]:
     """Run ``model`` over ``data`` and call ``sink`` with every FFN call of ``sites`` (:class:`RoutedRecorder`); returns
     counts ``{"tokens", "sequences", "batches"}``. ``logits``: also compute those of all tokens, which take more memory
-    than a small model if its vocabulary is large. Raises UnsupportedModelError: a site's matmuls never ran with its own
-    weights. CalibrationError: see :func:`torch_pi2.profiling.data.check_ids`.
+    than a small model if its vocabulary is large. ``streams``: for :attr:`Firing.streams`. Raises
+    UnsupportedModelError: a site's matmuls never ran with its own weights. CalibrationError: see
+    :func:`torch_pi2.profiling.data.check_ids`.
     """
     check_sites(model, sites)
     counts = {"tokens": 0, "sequences": 0, "batches": 0}
-    recorder, routed = ActivationRecorder(model, sites, sink), RoutedRecorder(model, sites, sink)
+    recorder = ActivationRecorder(model, sites, sink, streams=streams)
+    routed = RoutedRecorder(model, sites, sink)
     with evaluating(model), routed, letting_go(model):
         for batch in bar(data, label, progress, unit="batch"):
             check_ids(model, batch)
