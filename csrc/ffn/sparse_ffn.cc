@@ -21,6 +21,7 @@
 #include "base/timings.h"
 #include "base/trace.h"
 #include "ffn/activation.h"
+#include "ffn/chunk_sums.h"
 #include "ffn/counters.h"
 #include "ffn/down_queue.h"
 #include "ffn/firing.h"
@@ -469,37 +470,12 @@ bool run_chunk(const Pass& pass, std::int64_t chunk, float* y_TW, double* square
   return true;
 }
 
-constexpr std::int64_t kReduceColumns = 1024;
-
-// y[:, block of columns] = the partial sums, added in chunk order.
-void reduce_columns(const Pass& pass, std::int64_t block) {
-  const TraceSpan span(Stage::kReduce, pass.args.layer, block);
-  const AxpyFn add = pass.table.axpy[static_cast<int>(DType::kF32)];
-  const std::int64_t begin = block * kReduceColumns, width = std::min(kReduceColumns, pass.width - begin);
-  for (std::int64_t t = 0; t < pass.tokens; ++t) {
-    float* y = pass.y_TW + t * pass.width + begin;
-    std::memset(y, 0, static_cast<std::size_t>(width) * sizeof(float));
-    // y += 1 * part is exact, so the axpy kernel adds four partial sums per pass over y.
-    const float ones[kAxpyRows] = {1, 1, 1, 1};
-    const void* parts[kAxpyRows];
-    std::int64_t filled = 0;
-    for (std::int64_t c = 0; c < pass.chunks; ++c) {
-      if (!pass.used[c]) continue;
-      parts[filled] = pass.partials + (c * pass.tokens + t) * pass.width + begin;
-      if (++filled == kAxpyRows) {
-        add(y, parts, ones, filled, width, nullptr);
-        filled = 0;
-      }
-    }
-    if (filled > 0) add(y, parts, ones, filled, width, nullptr);
-  }
-}
-
 // Chunks, then columns, in one parallel region: a second fork would cost as much as the reduction itself. A worker that
 // runs out of chunks only waits for chunks that other workers are computing.
 struct Work {
   const Pass& pass;
-  std::int64_t column_blocks;
+  const ChunkSums sums;
+  const std::int64_t column_blocks;
   char* made;  // [chunks], see products()
   std::atomic<std::int64_t> next_chunk{0}, done_chunks{0}, next_block{0};
   std::atomic<bool> begun{false};
@@ -516,8 +492,10 @@ struct Work {
       }
     }
     if (!join()) return;
-    for (std::int64_t b = next_block.fetch_add(1); b < column_blocks; b = next_block.fetch_add(1))
-      reduce_columns(pass, b);
+    for (std::int64_t b = next_block.fetch_add(1); b < column_blocks; b = next_block.fetch_add(1)) {
+      const TraceSpan span(Stage::kReduce, pass.args.layer, b);
+      sums.reduce(pass.table.axpy[static_cast<int>(DType::kF32)], b, pass.y_TW);
+    }
   }
 
   void compute(std::int64_t c) const {
@@ -908,7 +886,8 @@ void sparse_ffn(const FfnArgs& args, const ParallelFor& parallel) {
       args.source->expect(chunks);
       pass.where = args.source->neuron_rows();
     }
-    Work work{pass, args.parts != nullptr ? 0 : (width + kReduceColumns - 1) / kReduceColumns, made};
+    const ChunkSums sums{partials, used, chunks, tokens, width};
+    Work work{pass, sums, args.parts != nullptr ? 0 : sums.blocks(), made};
     parallel.run(parallel.host, workers, [](void* w, std::int64_t) { static_cast<Work*>(w)->run(); }, &work);
     if (args.source != nullptr && args.source->failed()) return;
     if (args.parts != nullptr)

@@ -1,4 +1,5 @@
-"""``linear`` and ``linear_blocks``: a linear layer over quantised rows, in plain order or in blocks of 16.
+"""``linear`` and ``linear_blocks``: a linear layer over quantised rows, in plain order or in blocks of 16; and
+``sparse_input_linear``, which reads the weights of some input channels alone.
 
 Blocks are for vector kernels: in memory, and in files imported from GGUF (docs/FORMATS.md). A block has the bytes of
 its rows in another order (``csrc/include/pi2/kernels.h``, dot_blocks): for every two groups of 32 columns, four bytes
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from torch_pi2.formats import FORMATS, GROUP
+from torch_pi2.formats import FLOAT, FORMATS, GROUP
 from torch_pi2.ops.operators import operator
 from torch_pi2.ops.rows import rounded_activations, values
 
@@ -86,3 +87,40 @@ def linear_blocks(x: torch.Tensor, blocks: torch.Tensor, bias: torch.Tensor | No
     multiple of 16, K of 64; ``x [..., K]`` float32, bfloat16 or float16. A token's bits depend on it alone.
     """
     return linear(x, from_blocks(blocks, weights, x.shape[-1]), bias, weights, True)
+
+
+@operator(lambda call: call.x.new_empty((*call.x.shape[:-1], call.outputs)))
+def sparse_input_linear(
+    x: torch.Tensor,
+    rows: torch.Tensor,
+    outputs: int,
+    bias: torch.Tensor | None,
+    active: torch.Tensor | None,
+    threshold: float = 0.0,
+    weights: str = FLOAT,
+) -> torch.Tensor:
+    """A linear layer that reads the weights of the input channels each token uses, and no others: the sum of
+    ``x_k * rows[k]`` over channels k with ``|x_k| > threshold`` and, where there is a mask, ``active[k]``. TEAL
+    (arXiv 2408.14690) cuts by the magnitude of inputs; WINA (arXiv 2505.19427) chooses them by magnitude times the norm
+    of their weights. With ``active=None, threshold=0`` it is the dense layer.
+
+    For a few tokens: each reads its own channels, and a prompt that uses most of them is faster in :func:`linear`. A
+    token's bits depend on neither other tokens nor threads.
+
+    Args:
+        x: ``[..., K]`` float32, bfloat16 or float16.
+        rows: the weight by input channel (a linear layer's weight transposed), contiguous: ``[K, N]`` float32, bfloat16
+            or float16, or quantised uint8 ``[K, row_bytes(N)]``.
+        outputs: N; bias: ``[N]`` float32 or None.
+        active: bool ``[..., K]`` or None: the channels that may be used.
+        threshold: cut on the magnitude of inputs, 0 or more; NaN is above it.
+        weights: ``float``, ``int4`` or ``int8``.
+
+    Returns:
+        ``[..., N]`` in ``x``'s dtype; sums are taken in float32.
+    """
+    used = ~(x.float().abs() <= threshold)
+    if active is not None:
+        used &= active.reshape(x.shape)
+    y = torch.where(used, x.float(), 0.0) @ (rows.float() if weights == FLOAT else values(rows, weights, outputs))
+    return (y if bias is None else y + bias).to(x.dtype)

@@ -1,4 +1,4 @@
-// torch.ops.pi2.linear, linear_blocks, quantize, dequantize.
+// torch.ops.pi2.linear, linear_blocks, sparse_input_linear, quantize, dequantize.
 #include "pi2/linear.h"
 
 #include <cmath>
@@ -78,6 +78,45 @@ Tensor linear_blocks(const Tensor& x, const Tensor& blocks, const MaybeTensor& b
   return y;
 }
 
+Tensor sparse_input_linear(const Tensor& x, const Tensor& rows, int64_t outputs, const MaybeTensor& bias,
+                           const MaybeTensor& active, double threshold, const Text& weights) {
+  check_plain(x, "x");
+  check_plain(rows, "rows");
+  InputLinearArgs args;
+  args.x_dtype = float_dtype(x, "x");
+  args.channels = x.dim() >= 1 ? x.size(x.dim() - 1) : 0;
+  args.outputs = outputs;
+  STD_TORCH_CHECK(args.channels > 0 && outputs > 0,
+                  "pi2: x and outputs: expected [..., channels] and 1 or more, found ", shape_of(x), " and ", outputs,
+                  ". Pass the input and the output size of a linear layer.");
+  args.w_dtype = weights_dtype(weights, rows, "rows");
+  const int64_t width = is_quantized(args.w_dtype) ? row_bytes(args.w_dtype, outputs) : outputs;
+  STD_TORCH_CHECK(rows.dim() == 2 && rows.size(0) == args.channels && rows.size(1) == width && rows.is_contiguous(),
+                  "pi2: rows: expected contiguous [", args.channels, " channels, ", width, "] (", outputs,
+                  " outputs in ", weights, "), found ", rows.is_contiguous() ? "" : "strided ", shape_of(rows),
+                  ". A row has the weights of one input channel: pass the layer's weight transposed.");
+  args.weights = rows.const_data_ptr();
+  args.bias = static_cast<const float*>(bias_data(bias, "bias", outputs, ScalarType::Float, "float32"));
+  args.tokens = x.numel() / args.channels;
+  STD_TORCH_CHECK(threshold >= 0, "pi2: threshold: expected 0 or more, found ", threshold,
+                  ". It is a cut on the magnitude of inputs.");
+  args.threshold = static_cast<float>(threshold);
+  std::optional<Tensor> active_dense;
+  if (active) {
+    check_mask(*active, "active", x, args.tokens, args.channels);
+    active_dense = dense(*active);
+    args.active = static_cast<const uint8_t*>(active_dense->const_data_ptr());
+  }
+  std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
+  shape.back() = outputs;
+  Tensor y = torch::stable::new_empty(x, shape);
+  const Tensor x_dense = dense(x);
+  args.x = x_dense.const_data_ptr();
+  args.y = y.mutable_data_ptr();
+  if (args.tokens > 0) pi2::sparse_input_linear(args, torch_threads());
+  return y;
+}
+
 std::string text_of(float value) {
   if (std::isnan(value)) return "NaN";
   std::ostringstream text;
@@ -142,6 +181,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
   const std::string linear = "Tensor x, Tensor rows, Tensor? bias, str weights, bool int8_activations=False";
   m.def(("linear(" + linear + ") -> Tensor").c_str());
   m.def(("linear.out(" + linear + ", *, Tensor(a!) out) -> Tensor(a!)").c_str());
+  m.def(
+      "sparse_input_linear(Tensor x, Tensor rows, int outputs, Tensor? bias, Tensor? active, float threshold=0.0, "
+      "str weights=\"float\") -> Tensor");
   m.def("linear_blocks(Tensor x, Tensor blocks, Tensor? bias, str weights) -> Tensor");
   m.def("quantize(Tensor w, str weights, Tensor? importance=None) -> Tensor");
   const std::string dequantize = "Tensor rows, str weights, int columns, ScalarType dtype";
@@ -152,6 +194,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
 STABLE_TORCH_LIBRARY_IMPL(pi2, CPU, m) {
   m.impl("linear", TORCH_BOX(&linear));
   m.impl("linear.out", TORCH_BOX(&linear_out));
+  m.impl("sparse_input_linear", TORCH_BOX(&sparse_input_linear));
   m.impl("linear_blocks", TORCH_BOX(&linear_blocks));
   m.impl("quantize", TORCH_BOX(&quantize));
   m.impl("dequantize", TORCH_BOX(&dequantize));

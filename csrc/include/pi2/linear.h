@@ -37,6 +37,24 @@ void linear(const LinearArgs& args, const ParallelFor& parallel);
 constexpr int kMostTogether = 8;
 void linear_together(const LinearArgs* all, int count, const ParallelFor& parallel);
 
+// y[t] = the sum of x[t][k] * weights[k] over the input channels k that token t uses, + bias. It uses those with
+// |x[t][k]| > threshold (NaN counts, so that it shows) that `active` does not rule out; rows of others are not read.
+// Chunks of channels are summed as sparse_ffn sums chunks of neurons: a token's bits depend on neither other tokens nor
+// threads.
+struct InputLinearArgs {
+  const void* x = nullptr;  // [tokens, channels], x_dtype
+  void* y = nullptr;        // [tokens, outputs], x_dtype
+  DType x_dtype = DType::kF32;
+  std::int64_t tokens = 0, channels = 0, outputs = 0;
+  const void* weights = nullptr;  // [channels] rows of `outputs` numbers (row_bytes), a float type, kQ4 or kQ8
+  DType w_dtype = DType::kF32;
+  const float* bias = nullptr;           // [outputs] or null
+  const std::uint8_t* active = nullptr;  // [tokens, channels] or null
+  float threshold = 0;
+};
+
+void sparse_input_linear(const InputLinearArgs& args, const ParallelFor& parallel);
+
 // Stores `count` rows of kQ4 or kQ8 in blocks; needs in_blocks(kPanelRows, columns). The last block is padded with zero
 // rows. torch_pi2/ops/linear.py does the same for tensors.
 void to_blocks(const void* rows, DType dtype, std::int64_t count, std::int64_t columns, void* blocks);
