@@ -229,6 +229,21 @@ class Store:
             self._warned.add(of)
             log.warning("%s: %s", self.path.parent.parent, message)
 
+    def prefetch(self, layer: int, active: torch.Tensor, n_hot: int = 0, *, after: int | None = None) -> None:
+        """Begin to read neurons that the next call of ``layer`` is likely to need: at once, or (``after``) together
+        with the next call of that layer of the store, behind its own reads and while it is computed; until then a later
+        request for the same layer replaces it. Results keep their bits: what is missing is read by the call that needs
+        it. ``stats()`` counts slots that were ``guessed``, and those of them ``used``. Engine ``mmap`` reads nothing.
+
+        Args:
+            active: bool ``[..., n]``, a row per token, n at least the cold neurons, which are the last columns in plan
+                order. The first ``n_hot`` neurons are read in any case.
+
+        Raises ArtifactError: the store has been closed. RuntimeError: sizes that are not those of the layer.
+        """
+        with explained(str(self.path)):
+            torch.ops.pi2.store_prefetch(self.number, layer, n_hot, active, -1 if after is None else after)
+
     def close(self) -> None:
         """Free memory and threads now; layers over this store raise from then on."""
         self._close()

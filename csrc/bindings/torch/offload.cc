@@ -20,8 +20,18 @@ struct Lookahead {
   int64_t n_hot = 0;
 };
 
+// Neurons that a layer is likely to need, by the caller's choice.
+struct Ahead {
+  int64_t n_hot = 0, tokens = 0;
+  std::vector<std::uint8_t> marks;  // [tokens, cold neurons]
+
+  void read(Offload& offload, int64_t layer) const { offload.prefetch(layer, n_hot, marks.data(), tokens); }
+};
+using Aheads = std::map<int64_t, Ahead>;  // by layer
+
 struct Open {
   std::shared_ptr<Offload> offload;
+  std::map<int64_t, Aheads> ahead;                                 // by the layer whose next call begins to read them
   std::map<int64_t, std::shared_ptr<const Lookahead>> lookahead;   // by layer
   std::map<int64_t, std::shared_ptr<EarlyRouting>> early_routing;  // by the first layer of the mixture before
 };
@@ -196,6 +206,38 @@ bool store_lookahead(int64_t store, int64_t layer, std::vector<Tensor> predictor
   return true;
 }
 
+// Begins to read what `layer` is likely to need: at once, or with the next call of layer `after`, behind its own reads.
+bool store_prefetch(int64_t store, int64_t layer, int64_t n_hot, const Tensor& active, int64_t after) {
+  const std::shared_ptr<Offload> offload = store_of(store);
+  STD_TORCH_CHECK(layer >= 0 && layer < offload->layers(), "pi2: layer: expected 0 to ", offload->layers() - 1,
+                  ", found ", layer, ". The store is of another model.");
+  STD_TORCH_CHECK(after >= -1 && after < offload->layers() && after != layer, "pi2: after: expected -1, or a layer of ",
+                  "the store other than ", layer, ", found ", after, ". -1 reads at once.");
+  const int64_t neurons = offload->shape(layer).neurons;
+  STD_TORCH_CHECK(n_hot >= 0 && n_hot <= neurons, "pi2: n_hot: expected 0 to ", neurons, ", found ", n_hot,
+                  ". Check the plan.");
+  check_plain(active, "active");
+  const int64_t cold = neurons - n_hot, columns = active.dim() > 0 ? active.size(-1) : 0;
+  STD_TORCH_CHECK(active.scalar_type() == ScalarType::Bool && active.dim() > 0 && columns >= cold,
+                  "pi2: active: expected bool [..., ", cold, " or more], found ", shape_of(active),
+                  active.scalar_type() == ScalarType::Bool ? "" : " of another dtype",
+                  ". Its last columns are those of cold neurons in plan order.");
+  const Tensor rows = dense(active);
+  Ahead made;
+  made.n_hot = n_hot;
+  made.tokens = columns > 0 ? active.numel() / columns : 0;
+  const auto* row = static_cast<const uint8_t*>(rows.const_data_ptr()) + columns - cold;
+  for (int64_t t = 0; t < made.tokens; ++t, row += columns) made.marks.insert(made.marks.end(), row, row + cold);
+  if (made.tokens == 0) return true;
+  if (after < 0) {
+    made.read(*offload, layer);
+    return true;
+  }
+  const std::lock_guard<std::mutex> lock(stores_mutex);
+  open_store(store).ahead[after][layer] = std::move(made);
+  return true;
+}
+
 // Prefetches for the layer after `layer`, by that layer's predictor on this layer's input: decoder blocks change the
 // residual stream slowly. Predicts before the layer is computed; the reads are submitted after the layer's own.
 std::function<void()> look_ahead(Offload& offload, const Lookahead* next, int64_t layer, const FfnArgs& args) {
@@ -223,12 +265,14 @@ Tensor stored_ffn(const Tensor& x, int64_t store, int64_t layer, const MaybeTens
                   int64_t first, const MaybeTensor& thresholds, int64_t parts) {
   std::shared_ptr<Offload> offload;
   std::shared_ptr<const Lookahead> next;
+  Aheads ahead;
   {
     const std::lock_guard<std::mutex> lock(stores_mutex);
     Open& open = open_store(store);
     offload = open.offload;
     const auto found = open.lookahead.find(layer + 1);
     if (found != open.lookahead.end()) next = found->second;
+    if (auto asked = open.ahead.extract(layer)) ahead = std::move(asked.mapped());
   }
   STD_TORCH_CHECK(layer >= 0 && layer < offload->layers(), "pi2: layer: expected 0 to ", offload->layers() - 1,
                   ", found ", layer, ". The store is of another model.");
@@ -278,8 +322,13 @@ Tensor stored_ffn(const Tensor& x, int64_t store, int64_t layer, const MaybeTens
                     ". See torch_pi2.ops.ffn.stored_ffn.");
   }
   if (args.tokens == 0) return out;
-  const std::string problem =
-      offload->ffn(layer, any, args, torch_threads(), look_ahead(*offload, next.get(), layer + 1, args));
+  std::function<void()> then = look_ahead(*offload, next.get(), layer + 1, args);
+  if (!ahead.empty())
+    then = [&, own = std::move(then)] {
+      if (own) own();
+      for (const auto& [later, one] : ahead) one.read(*offload, later);
+    };
+  const std::string problem = offload->ffn(layer, any, args, torch_threads(), then);
   STD_TORCH_CHECK(problem.empty(), "pi2: reading the neuron store: ", problem);
   return out;
 }
@@ -315,6 +364,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
   m.def(
       "store_lookahead(int store, int layer, Tensor[] predictor, str kind, float cut, str predictor_weights, "
       "bool predictor_int8_activations, int n_hot) -> bool");
+  m.def("store_prefetch(int store, int layer, int n_hot, Tensor active, int after=-1) -> bool");
   m.def(
       "stored_ffn(Tensor x, int store, int layer, Tensor? bias_gate, Tensor? bias_up, Tensor? bias_down, "
       "Tensor[] predictor, str kind, float cut, str predictor_weights, bool predictor_int8_activations, "
@@ -332,6 +382,7 @@ STABLE_TORCH_LIBRARY_IMPL(pi2, CompositeExplicitAutograd, m) {
   m.impl("store_describe", TORCH_BOX(&pi2::binding::store_describe));
   m.impl("store_stats", TORCH_BOX(&pi2::binding::store_stats));
   m.impl("store_lookahead", TORCH_BOX(&pi2::binding::store_lookahead));
+  m.impl("store_prefetch", TORCH_BOX(&pi2::binding::store_prefetch));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(pi2, CPU, m) {
