@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from torch_pi2.hf.quantizer import Pi2QuantizationConfig as Pi2QuantizationConfig
     from torch_pi2.machine.find import find_hardware as find_hardware
     from torch_pi2.observe.accesses import record_accesses as record_accesses
+    from torch_pi2.observe.policies import CachePolicy as CachePolicy
+    from torch_pi2.observe.policies import register_cache_policy as register_cache_policy
     from torch_pi2.observe.record import Activations as Activations
     from torch_pi2.observe.record import record as record
     from torch_pi2.observe.trace import trace as trace
@@ -80,6 +82,7 @@ _FROM = {
     "hf.quantizer": ("Pi2QuantizationConfig",),
     "machine.find": ("find_hardware",),
     "observe.accesses": ("record_accesses",),
+    "observe.policies": ("CachePolicy", "register_cache_policy"),
     "observe.record": ("Activations", "record"),
     "observe.trace": ("trace",),
     "observe.watch": ("watch",),

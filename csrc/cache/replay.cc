@@ -77,6 +77,11 @@ std::vector<std::int64_t> fixed_counts(const std::vector<ReplayLayer>& layers, c
   return fitting(wanted, slots);
 }
 
+// Whether a call keeps a slot of the file that it has to read where no slot of the cache is free.
+bool keeps(const Call& call, const ReplayLayer& l, std::int64_t slot) {
+  return call.kept == nullptr || (l.cluster == 1 && bit(call.kept, slot));
+}
+
 }  // namespace
 
 void check_accesses(const AccessView& accesses, const std::vector<ReplayLayer>& layers) {
@@ -134,11 +139,28 @@ std::vector<ReplayCounts> replay(const AccessView& accesses, const std::vector<R
       leave_window(&cache, &last_calls[call.layer], options.window, first[call.layer], first[call.layer + 1]);
     n.missed += static_cast<std::int64_t>(missing.size());
     for (const std::int64_t slot : missing)
-      if (call.kept == nullptr || cache.used() < cache.slots() ||
-          (layers[call.layer].cluster == 1 && bit(call.kept, slot)))
-        cache.insert(first[call.layer] + slot);
+      if (cache.used() < cache.slots() || keeps(call, layers[call.layer], slot)) cache.insert(first[call.layer] + slot);
   });
   return counts;
+}
+
+ReplayWork replay_work(const AccessView& accesses, const std::vector<ReplayLayer>& layers,
+                       const ReplayOptions& options) {
+  check_accesses(accesses, layers);
+  const std::vector<std::int64_t> first = first_keys(layers);
+  NeuronCache cache(first.back(), std::min(options.slots, first.back()), CachePolicy::kStatic);
+  ReplayWork work;
+  for (const std::int64_t key :
+       insert_first(&cache, first, fixed_counts(layers, first, options, cache.slots()), options.preload))
+    work.filled.insert(work.filled.end(), {key, cache.is_fixed(key) ? 1 : 0});
+  for_each_call(accesses, layers, [&](const Call& call) {
+    const ReplayLayer& l = layers[call.layer];
+    for_each_slot(call, l, [&](std::int64_t slot, std::int64_t neurons) {
+      work.wanted.insert(work.wanted.end(), {first[call.layer] + slot, neurons, keeps(call, l, slot) ? 1 : 0});
+    });
+    work.ends.push_back(static_cast<std::int64_t>(work.wanted.size()) / 3);
+  });
+  return work;
 }
 
 std::vector<ReplayCounts> replay_optimal(const AccessView& accesses, const std::vector<ReplayLayer>& layers,

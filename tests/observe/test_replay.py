@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,12 +22,16 @@ from torch_pi2.base.files import atomic_write
 from torch_pi2.base.tensorfile import packed, read_tensors
 from torch_pi2.cli import main
 from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error
-from torch_pi2.observe.accesses import Accesses
+from torch_pi2.observe import policies
+from torch_pi2.observe.accesses import Accesses, StoredLayer
 from torch_pi2.observe.replay import OPTIMAL, as_run, replay, slots_of
 from torch_pi2.ops.constants import lists
 from torch_pi2.types.offload import OffloadConfig
 
 POLICIES = tuple(lists().policies)
+#: The policy of the page, in the file of a user.
+_PAGE = (Path(__file__).parents[2] / "docs" / "RESEARCH.md").read_text()
+LRU = next(block for block in re.findall(r"^```python\n(.*?)^```", _PAGE, re.M | re.S) if "class Lru" in block)
 
 
 @pytest.fixture(scope="module")
@@ -246,6 +251,148 @@ def test_files_that_are_none(folder: Path, tmp_path: Path) -> None:
             replay(accesses, "lru", min(accesses.slots, 100))
         except Pi2Error:
             pass
+
+
+# --- policies in Python ---
+
+
+def lru_file(folder: Path) -> str:
+    (folder / "mine.py").write_text(LRU)
+    return f"{folder / 'mine.py'}:Lru"
+
+
+@pytest.mark.parametrize("preload", [True, False])
+def test_a_policy_in_python_has_the_hits_of_its_twin(folder: Path, tmp_path: Path, preload: bool) -> None:
+    accesses, _ = recorded(folder, tmp_path / "a")
+    mine = lru_file(tmp_path)
+    for share, hot_share in ((0.0, 0.5), (0.1, 0.0), (0.3, None), (0.6, 0.9), (1.0, 0.5)):
+        how: Any = {"slots": round(share * accesses.slots), "hot_share": hot_share, "preload": preload}
+        wanted, found = replay(accesses, "lru", **how), replay(accesses, mine, **how)
+        assert replace(found, policy="lru") == wanted
+    assert wanted.hits > 0
+    assert found.policy == mine
+
+
+def made_up(seed: int) -> Accesses:
+    """Calls of layers with clusters of several neurons, some of which stream."""
+    g = torch.Generator().manual_seed(seed)
+    stored = [StoredLayer("a", 40, 1, 512), StoredLayer("b", 50, 3, 512), StoredLayer("c", 17, 4, 512)]
+    layers = torch.arange(3, dtype=torch.int32).repeat(60)
+    streamed = (torch.rand(len(layers), generator=g) < 0.4).to(torch.uint8)
+    rows: list[int] = []
+    for layer, doubled in zip(layers.tolist(), streamed.tolist()):
+        for _ in range(1 + doubled):
+            fires = torch.rand(stored[layer].neurons, generator=g) < torch.linspace(0.9, 0.05, stored[layer].neurons)
+            bits = sum(1 << i for i in torch.nonzero(fires).flatten().tolist())
+            rows += bits.to_bytes(-(-stored[layer].neurons // 8), "little")
+    run = {"resident": [4, 7, 0], "hot_share": 0.5, "preload": True, "window": 0}
+    return Accesses(tuple(stored), "", 512, run, layers, streamed, torch.tensor(rows, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_also_with_clusters_and_prompts_that_stream(tmp_path: Path, seed: int) -> None:
+    accesses, mine = made_up(seed), lru_file(tmp_path)
+
+    class Keep(torch_pi2.CachePolicy):
+        def victim(self, pinned: set[int]) -> None:
+            return None
+
+    for slots in range(0, accesses.slots + 1, 5):
+        for policy, twin in ((mine, "lru"), (Keep, "static")):
+            for hot_share in (None, 0.7):
+                found = replay(accesses, policy, slots, hot_share=hot_share)
+                assert replace(found, policy=twin) == replay(accesses, twin, slots, hot_share=hot_share)
+
+
+def test_what_a_policy_is_told(tmp_path: Path) -> None:
+    accesses = made_up(0)
+
+    class Told(torch_pi2.CachePolicy):
+        def start(self) -> None:
+            assert self.first == [0, 40, 57, 62]
+            assert self.keys == [-1] * self.slots == [-1] * 20
+            self.inside, self.order = set[int](), list[str]()
+
+        def began(self, layer: int) -> None:
+            assert layer == len(self.order) % 3
+            self.order.append("call")
+
+        def used(self, slot: int) -> None:
+            assert slot in self.inside
+
+        def inserted(self, slot: int) -> None:
+            assert 0 <= self.keys[slot] < 62
+            self.inside.add(slot)
+
+        def erased(self, slot: int) -> None:
+            self.inside.remove(slot)
+
+        def victim(self, pinned: set[int]) -> int | None:
+            return max(self.inside - pinned, default=None)
+
+    assert replay(accesses, Told, 20).hits > 0
+    Told.victim = lambda self, pinned: max(pinned)  # type: ignore[method-assign,assignment]
+    with pytest.raises(
+        ConfigError, match="victim of cache policy Told: expected None, or a slot that was inserted and is"
+    ):
+        replay(accesses, Told, 20)
+
+
+def test_policies_are_found_by_name(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accesses, _ = recorded(folder, tmp_path / "a")
+    monkeypatch.setattr(policies._PLUGINS, "_known", {})
+    scope: dict[str, Any] = {}
+    exec(LRU, scope)
+
+    def hits(name: str) -> int:
+        command = ["replay", str(tmp_path / "a"), "--budget", "40%", "--json", "--policies", f"lru,{name}"]
+        assert main(command) == 0
+        lru, mine = json.loads(capsys.readouterr().out)["caches"]
+        assert mine["policy"] == name
+        assert mine["hits"] == lru["hits"] > 0
+        return mine["hits"]
+
+    wanted = hits(lru_file(tmp_path))
+    assert torch_pi2.register_cache_policy(scope["Lru"]) is scope["Lru"]
+    assert hits("my-lru") == wanted == replay(accesses, scope["Lru"], slots_of(accesses, "40%")).hits
+    assert policies.policy_names() == [*POLICIES, OPTIMAL, "my-lru"]
+    about = tmp_path / "packages" / "cachepack-1.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: cachepack\nVersion: 1\n")
+    (about / "entry_points.txt").write_text(
+        "[torch_pi2.cache_policies]\nof-a-package = cachepack:Lru\nno = json:loads\n"
+    )
+    (about.parent / "cachepack.py").write_text(LRU)
+    monkeypatch.syspath_prepend(about.parent)
+    assert hits("of-a-package") == wanted
+    assert policies.policy_names()[-3:] == ["my-lru", "no", "of-a-package"]
+    with pytest.raises(
+        ConfigError, match=r"entry point no of torch_pi2.cache_policies: expected a class that derives from"
+    ):
+        replay(accesses, "no", 4)
+
+
+def test_policies_that_are_none(folder: Path, tmp_path: Path) -> None:
+    accesses, lru = made_up(0), lru_file(tmp_path)
+    for name, message in (
+        (str(tmp_path / "none.py:Lru"), "expected a class that derives from CachePolicy, found None"),
+        (lru.replace("Lru", "Lfu"), "expected a class that derives from CachePolicy, found None"),
+        ("lfu2", r"policy: expected lru or .* or optimal, found 'lfu2'. Choose one of them, or FILE.py:CLASS"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            replay(accesses, name, 4)
+    with pytest.raises(ConfigError, match="window: expected 0 for a policy in Python, found 3"):
+        replay(accesses, lru, 4, window=3)
+    for made, message in (
+        (int, "class to register: expected a class that derives from CachePolicy"),
+        (type("A", (torch_pi2.CachePolicy,), {}), "name of A: expected text, found ''"),
+        (type("A", (torch_pi2.CachePolicy,), {"name": "lru"}), "no built-in's name, found 'lru'"),
+        (type("A", (torch_pi2.CachePolicy,), {"name": "a,b"}), "letters, digits and -"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            torch_pi2.register_cache_policy(made)
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "static"])  # csrc/tests/test_replay.cc has all

@@ -20,20 +20,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("file", type=Path, metavar="FILE", help="written by torch_pi2.record_accesses")
     budget = "of the cache: shares of all neurons, or bytes, comma-separated"
     add("--budget", default="30%,50%,70%", metavar="SIZES", help=budget)
-    add("--policies", metavar="NAMES", help="comma-separated (default: all, and optimal)")
+    add("--policies", metavar="NAMES", help="comma-separated names, or FILE.py:CLASS (default: all, and optimal)")
     add("--empty", action="store_true", help="start with an empty cache instead of the most frequent neurons")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    from torch_pi2.observe import replay
+    from torch_pi2.observe import policies, replay
     from torch_pi2.observe.accesses import Accesses
-    from torch_pi2.ops.constants import lists
 
     accesses = Accesses.load(args.file)
-    policies = args.policies.split(",") if args.policies else [*lists().policies, replay.OPTIMAL]
+    names = args.policies.split(",") if args.policies else policies.policy_names()
     slots = [replay.slots_of(accesses, text) for text in args.budget.split(",")]
     preload = False if args.empty else None
-    caches = replay.replay_all(accesses, policies, slots, progress=not args.quiet, preload=preload)
+    caches = replay.replay_all(accesses, names, slots, progress=not args.quiet, preload=preload)
     again = replay.as_run(accesses) if accesses.run["whole"] else None
     same = again and {**vars(again), "same": again.hits == accesses.run["hits"]}
     counts = {"calls": len(accesses.layers), "passes": accesses.passes}

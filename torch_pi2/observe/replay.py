@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,10 +15,8 @@ from torch_pi2.base.progress import bar
 from torch_pi2.base.units import parse_bytes
 from torch_pi2.errors import ConfigError, check_choice
 from torch_pi2.observe.accesses import Accesses
-from torch_pi2.ops.constants import lists
-
-#: The offline optimum, which knows the future (Belady 1966).
-OPTIMAL = "optimal"
+from torch_pi2.observe.policies import OPTIMAL as OPTIMAL
+from torch_pi2.observe.policies import CachePolicy, policy_in_python, policy_names, replay_in_python
 
 
 @dataclass(frozen=True)
@@ -39,25 +38,35 @@ class Replayed:
 
 def replay(
     accesses: Accesses,
-    policy: str,
+    policy: str | type[CachePolicy],
     slots: int,
     *,
     hot_share: float | None = None,
     preload: bool | None = None,
     window: int | None = None,
 ) -> Replayed:
-    """Replay ``accesses`` with a cache of ``slots`` slots and ``policy``, one of the core's, or ``optimal``.
+    """Replay ``accesses`` with a cache of ``slots`` slots and ``policy``: one of the core's, ``optimal``, or a
+    :class:`~torch_pi2.CachePolicy`: the class, its registered name or ``FILE.py:CLASS``, which takes longer.
     ``hot_share``, ``preload``, ``window``: as in :class:`~torch_pi2.OffloadConfig`; None: as in the run. The optimum
     uses ``preload`` only. Neurons that the run kept resident (:meth:`~torch_pi2.layers.offloaded.Store.arrange`) stay
     resident unless ``hot_share`` is given. Raises ConfigError: an unknown policy, or sizes out of range.
     """
     run = accesses.run
     resident = run.get("resident") if hot_share is None else None
-    _check(policy, hot_share, window)
+    kind = _check(policy, hot_share, window)
     given = {"hot_share": hot_share, "preload": preload, "window": window}
-    how = [run[name] if value is None else value for name, value in given.items()]
-    most = min(slots, accesses.slots)
-    counts_L3 = torch.ops.pi2.replay(*accesses.arguments, policy, most, *how, list(resident or ()))
+    how: list[Any] = [run[name] if value is None else value for name, value in given.items()]
+    most, fixed = min(slots, accesses.slots), list(resident or ())
+    if kind is None:
+        assert isinstance(policy, str)
+        counts_L3 = torch.ops.pi2.replay(*accesses.arguments, policy, most, *how, fixed)
+    else:
+        if how[2]:
+            argument(how[2], "window", "Pass window=0.").wrong("0 for a policy in Python")
+        work = torch.ops.pi2.replay_work(*accesses.arguments, most, *how[:2], fixed)
+        first = list(accumulate((layer.slots for layer in accesses.stored), initial=0))
+        counts_L3 = replay_in_python(kind, accesses.layers.tolist(), first, work, most)
+        policy = policy if isinstance(policy, str) else policy.name or policy.__name__
     wanted, hits, _ = (int(n) for n in counts_L3.sum(0))
     missed_L = counts_L3[:, 2]
     read_bytes = sum(n * layer.read_bytes for n, layer in zip(missed_L.tolist(), accesses.stored, strict=True))
@@ -69,7 +78,12 @@ def replay(
 
 
 def replay_all(
-    accesses: Accesses, policies: Sequence[str], slots: Sequence[int], *, progress: bool = False, **how: Any
+    accesses: Accesses,
+    policies: Sequence[str | type[CachePolicy]],
+    slots: Sequence[int],
+    *,
+    progress: bool = False,
+    **how: Any,
 ) -> list[Replayed]:
     """:func:`replay` for every policy and number of slots; a progress bar appears after two seconds."""
     for policy in policies:
@@ -94,9 +108,13 @@ def slots_of(accesses: Accesses, budget: str) -> int:
     return min(accesses.slots, parse_bytes(budget) // accesses.place_bytes)
 
 
-def _check(policy: str, hot_share: float | None, window: int | None) -> None:
-    check_choice("policy", policy, (*lists().policies, OPTIMAL), "Choose one of them.")
+def _check(policy: str | type[CachePolicy], hot_share: float | None, window: int | None) -> type[CachePolicy] | None:
+    """The class of a policy in Python; None: one of the core's."""
+    kind = policy_in_python(policy)
+    if kind is None:
+        check_choice("policy", policy, policy_names(), "Choose one of them, or FILE.py:CLASS.")
     if hot_share is not None:
         argument(hot_share, "hot_share").number(0, 1)
     if window is not None:
         argument(window, "window").whole()
+    return kind

@@ -4,7 +4,7 @@ Operators, all under ``torch.ops.pi2``: those of ``operators.REFERENCES``, each 
 this folder; ``gathered_experts`` (:mod:`torch_pi2.ops.gpu`); and without a reference those of
 
 * neuron stores by number, ``store_*`` (:mod:`torch_pi2.layers.offloaded`); recorded accesses, ``store_record`` and
-  ``store_recorded`` (:mod:`torch_pi2.observe.accesses`), and caches over them, ``replay`` and ``replay_check``;
+  ``store_recorded`` (:mod:`torch_pi2.observe.accesses`), and caches over them, ``replay*``;
 * simulated devices, ``device_times`` (:mod:`torch_pi2.machine.device`); traces, ``trace_*``
   (:mod:`torch_pi2.observe.trace`); counts of firing neurons, ``firing_*`` (:mod:`torch_pi2.observe.watch`);
 * ``crc32c(rows) -> int64 [n]``: of each row of uint8 ``[n, bytes]``.

@@ -77,12 +77,16 @@ bool replay_check(Tensor layers, Tensor streamed, Tensor bits, Tensor about) {
   });
 }
 
-// int64 [layers, 3]: neurons wanted, hits, and missing slots of the file. Policy "optimal": the best possible.
-Tensor replay(Tensor layers, Tensor streamed, Tensor bits, Tensor about, const Text& policy, int64_t slots,
-              double hot_share, bool preload, int64_t window, std::vector<int64_t> fixed) {
+void check_options(int64_t slots, double hot_share, int64_t window) {
   STD_TORCH_CHECK(slots >= 0 && hot_share >= 0 && hot_share <= 1 && window >= 0,
                   "pi2: replay: expected no negative numbers and a hot share of 0 to 1, found ", slots, " slots, ",
                   hot_share, " and a window of ", window, ". See torch_pi2.observe.replay.");
+}
+
+// int64 [layers, 3]: neurons wanted, hits, and missing slots of the file. Policy "optimal": the best possible.
+Tensor replay(Tensor layers, Tensor streamed, Tensor bits, Tensor about, const Text& policy, int64_t slots,
+              double hot_share, bool preload, int64_t window, std::vector<int64_t> fixed) {
+  check_options(slots, hot_share, window);
   const ReplayOptions options = {policy, slots, hot_share, preload, window, fixed};
   return with(layers, streamed, bits, about, [&](const AccessView& view, const std::vector<ReplayLayer>& all) {
     const std::vector<ReplayCounts> counts =
@@ -92,6 +96,18 @@ Tensor replay(Tensor layers, Tensor streamed, Tensor bits, Tensor about, const T
     for (const ReplayCounts& n : counts)
       for (const int64_t number : {n.wanted, n.hits, n.missed}) *values++ = number;
     return out;
+  });
+}
+
+// int64 [2 N], [3 M] and [calls]: see ReplayWork.
+std::tuple<Tensor, Tensor, Tensor> replay_work(Tensor layers, Tensor streamed, Tensor bits, Tensor about, int64_t slots,
+                                               double hot_share, bool preload, std::vector<int64_t> fixed) {
+  check_options(slots, hot_share, 0);
+  const ReplayOptions options = {"static", slots, hot_share, preload, 0, fixed};
+  return with(layers, streamed, bits, about, [&](const AccessView& view, const std::vector<ReplayLayer>& all) {
+    const ReplayWork work = pi2::replay_work(view, all, options);
+    return std::make_tuple(tensor_of(work.filled, ScalarType::Long), tensor_of(work.wanted, ScalarType::Long),
+                           tensor_of(work.ends, ScalarType::Long));
   });
 }
 
@@ -107,6 +123,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
   m.def(
       "replay(Tensor layers, Tensor streamed, Tensor bits, Tensor about, str policy, int slots, float hot_share, "
       "bool preload, int window, int[] fixed=[]) -> Tensor");
+  m.def(
+      "replay_work(Tensor layers, Tensor streamed, Tensor bits, Tensor about, int slots, float hot_share, bool preload, "
+      "int[] fixed=[]) -> (Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(pi2, CompositeExplicitAutograd, m) {
@@ -116,4 +135,5 @@ STABLE_TORCH_LIBRARY_IMPL(pi2, CompositeExplicitAutograd, m) {
   m.impl("store_recorded", TORCH_BOX(&pi2::binding::store_recorded));
   m.impl("replay_check", TORCH_BOX(&pi2::binding::replay_check));
   m.impl("replay", TORCH_BOX(&pi2::binding::replay));
+  m.impl("replay_work", TORCH_BOX(&pi2::binding::replay_work));
 }

@@ -58,6 +58,16 @@ void check_accesses(const AccessView& accesses, const std::vector<ReplayLayer>& 
 std::vector<ReplayCounts> replay(const AccessView& accesses, const std::vector<ReplayLayer>& layers,
                                  const ReplayOptions& options);
 
+// What a replay does whatever its policy is, for policies outside of this library.
+struct ReplayWork {
+  std::vector<std::int64_t> filled;  // pairs: a key that is inserted before the first call, and whether it is fixed
+  std::vector<std::int64_t> wanted;  // triples, of all calls: a key, how many of its neurons are wanted, and whether it
+                                     // may evict others (or a call streams, and keeps it where a slot is free)
+  std::vector<std::int64_t> ends;    // where each call ends among these triples
+};
+ReplayWork replay_work(const AccessView& accesses, const std::vector<ReplayLayer>& layers,
+                       const ReplayOptions& options);
+
 // The most hits that any cache of options.slots can have that starts with the same keys, reads what is missing and
 // knows the future (Belady 1966, for calls that want many keys at a time). Ignores `policy` and `window`.
 std::vector<ReplayCounts> replay_optimal(const AccessView& accesses, const std::vector<ReplayLayer>& layers,

@@ -1,0 +1,48 @@
+"""Classes of other packages, or of a file, that are found by name."""
+
+import runpy
+from collections.abc import Callable, Collection
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from torch_pi2.base.fields import argument
+
+T = TypeVar("T")
+
+
+class Plugins(Generic[T]):
+    """Subclasses of ``base`` by their attribute ``name``: registered ones, those of the entry points ``group``, and any
+    class as ``FILE.py:CLASS``. ``built_in`` gives names that are taken. Methods raise ConfigError.
+    """
+
+    def __init__(self, base: type[T], group: str, built_in: Callable[[], Collection[str]]) -> None:
+        self._base, self._group, self._built_in = base, group, built_in
+        self._known: dict[str, type[T]] = {}
+
+    def register(self, made: type[T]) -> type[T]:
+        """Let ``made`` be found by its ``name``, in place of an earlier one; returns it, as a decorator does."""
+        self._check(made, "class to register")
+        name = argument(getattr(made, "name", None), f"name of {made.__name__}", "Set its attribute name.").text()
+        if name in self._built_in() or not name.replace("-", "_").isidentifier():
+            argument(name, f"name of {made.__name__}").wrong("letters, digits and -, and no built-in's name")
+        self._known[name] = made
+        return made
+
+    def names(self) -> list[str]:
+        return sorted({*self._known, *entry_points(group=self._group).names})
+
+    def find(self, name: str) -> type[T] | None:
+        """The class ``name``, or None. Code of its file or package runs."""
+        path, colon, attribute = name.rpartition(":")
+        if colon and path.endswith(".py"):
+            found = runpy.run_path(path).get(attribute) if Path(path).is_file() else None
+            return self._check(found, name)
+        for point in () if name in self._known else entry_points(group=self._group, name=name):
+            self._known[name] = self._check(point.load(), f"entry point {name} of {self._group}")
+        return self._known.get(name)
+
+    def _check(self, made: object, what: str) -> type[T]:
+        if not isinstance(made, type) or not issubclass(made, self._base):
+            argument(made, what).wrong(f"a class that derives from {self._base.__name__}")
+        return made
