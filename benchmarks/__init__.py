@@ -4,6 +4,7 @@
 #: returns the figures; ``about(result)``, a line that says what was run; and ``TABLES``.
 BENCHMARKS = {
     "layer": "one gated layer over shares of active neurons, against the memory roofline",
+    "inputs": "one linear layer that reads the weights of some input channels, beside dense",
     "gpu": "one gated layer on a GPU: predicted, by the exact gate, and dense by cuBLAS",
     "gpu-model": "a whole model on a GPU: ours beside dense; or divided, beside offloading and the CPU",
     "decode": "a whole model, synthetic or in --folder, optionally against other engines",

@@ -1,6 +1,6 @@
 """Benchmarks: ``python -m benchmarks NAME``, from the top folder of a checkout.
 
-Of one layer: `layer`, `gpu`. Of whole models: `decode`, `imported`, `real`, `bundle`, `offload`, `together`,
+Of one layer: `layer`, `inputs`, `gpu`. Of whole models: `decode`, `imported`, `real`, `bundle`, `offload`, `together`,
 `generate`, `speculate`, `gpu-model`. Of servers: `serve`, `prefix`. Of quality, not speed: `methods`, `humaneval`.
 """
 

@@ -11,6 +11,7 @@
 #include "base/trace.h"
 #include "ffn/chunk_sums.h"
 #include "ffn/down_queue.h"
+#include "kernels/fetch_rows.h"
 #include "pi2/ffn.h"
 #include "pi2/kernels.h"
 #include "pi2/linear.h"
@@ -19,7 +20,9 @@ namespace pi2 {
 namespace {
 
 constexpr std::int64_t kTinyMacs = 1 << 20;
-constexpr std::int64_t kTogether = 64;  // channels whose rows are added for one token after the other
+constexpr std::int64_t kFirst = 2 * kAxpyRows;  // rows that DownQueue does not prefetch
+constexpr std::int64_t kLeastChunk = 256;       // more partial sums cost more than they balance
+constexpr std::int64_t kTogether = 64;          // channels whose rows are added for one token after the other
 
 // At most kPassTokens tokens: chunks of channels, then columns, in one parallel region, as in sparse_ffn.
 struct Pass {
@@ -56,6 +59,8 @@ struct Pass {
         std::int64_t ids[kTogether];
         const std::int64_t n = listed(t, first, std::min(first + kTogether, end), ids);
         if (n > 0) used[c] = 1;
+        for (std::int64_t i = 0; first == c * chunk && i < std::min(n, kFirst); ++i)
+          for (std::int64_t at = 0; at < row; at += 64) fetch(rows + ids[i] * row + at);
         for (std::int64_t i = 0; i < n; ++i)
           queue_T[t].add(axpy, args.outputs, rows + ids[i] * row, x_TK[t * args.channels + ids[i]],
                          part_TW + t * sums.width);
@@ -86,7 +91,8 @@ void sparse_input_linear(const InputLinearArgs& args, const ParallelFor& paralle
   const int w = static_cast<int>(args.w_dtype);
   const RestoreFn restore = table.restore[w];
   const std::int64_t width = is_quantized(args.w_dtype) ? padded(args.outputs) : args.outputs;
-  const std::int64_t tile = std::min(kPassTokens, args.tokens), chunk = chunk_neurons(args.channels);
+  const std::int64_t tile = std::min(kPassTokens, args.tokens),
+                     chunk = std::max(kLeastChunk, chunk_neurons(args.channels));
   const std::int64_t chunks = (args.channels + chunk - 1) / chunk;
   float* x_TK = scratch(Scratch::kInput, tile * (args.channels + width) + args.outputs);
   float *y_TW = x_TK + tile * args.channels, *plain = y_TW + tile * width;

@@ -29,6 +29,7 @@ needs_llama = pytest.mark.skipif(
 #: Command lines; {synthetic}, {store}, {shards}, {relu}: folders.
 COMMANDS = {
     "layer": "--hidden 64 --intermediate 256 --active 0.1,1.0 --rounds 2",
+    "inputs": "--channels 65 --outputs 96 --rounds 2",
     "gpu": "--hidden 64 --intermediate 128 --rank 8 --weights int4 --layers 2 --rounds 2 --device cpu",
     "gpu-model": f"--folder {{synthetic}} {SHORT} --device cpu",
     "decode": f"--folder {{synthetic}} {SHORT} --eager --batch 1,2",
