@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from torch_pi2.decode.generate import generate as generate
     from torch_pi2.decode.lead import lead as lead
     from torch_pi2.decode.plan_controller import follow as follow
+    from torch_pi2.decode.prefetch import prefetching as prefetching
     from torch_pi2.export.api import export as export
     from torch_pi2.export.program import export_program as export_program
     from torch_pi2.export.run import Bundle as Bundle
@@ -57,6 +58,8 @@ if TYPE_CHECKING:
     from torch_pi2.types.config import Config as Config
     from torch_pi2.types.offload import OffloadConfig as OffloadConfig
     from torch_pi2.types.shard import GroupConfig as GroupConfig
+    from torch_pi2.types.site import FFNSite as FFNSite
+    from torch_pi2.types.site import LinearRef as LinearRef
 
 #: Module -> the public names that are its own; each is imported when it is first used (PEP 562).
 _FROM = {
@@ -74,6 +77,7 @@ _FROM = {
     "decode.decoder": ("Decoder",),
     "decode.generate": ("generate",),
     "decode.lead": ("lead",),
+    "decode.prefetch": ("prefetching",),
     "export.api": ("export",),
     "export.program": ("export_program",),
     "export.run": ("Bundle",),
@@ -92,6 +96,7 @@ _FROM = {
     "types.config": ("Config",),
     "types.offload": ("OffloadConfig",),
     "types.shard": ("GroupConfig",),
+    "types.site": ("FFNSite", "LinearRef"),
     "training.sparsify": ("sparsify",),
 }
 #: Names of earlier releases -> what replaces them.

@@ -1,12 +1,19 @@
 """The sparse layers of a model, and the modules whose ``forward`` they replace."""
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
 from torch import nn
 
+from torch_pi2.graph.routed import Routed
 from torch_pi2.layers.experts import OffloadedExperts, SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.lazy import LazyDown, LazySource
 from torch_pi2.layers.offloaded import OffloadedFFN
-from torch_pi2.layers.sequence import FusedIdentity
+from torch_pi2.layers.sequence import FusedIdentity, only_input
 
 #: A module that holds weights: a layer, or all experts of a block.
 SparseLayer = SparseFFN | SparseExperts
@@ -60,3 +67,22 @@ def called_modules(model: nn.Module) -> dict[SparseLayer, nn.Module]:
     """Sparse layer -> the module that it replaces, whose hooks see its inputs; itself, behind lazy tensors."""
     called: dict[SparseLayer, nn.Module] = {home: home for home in homes(model)}
     return called | {part: module for module, part in replacements(model) if isinstance(part, SparseLayer)}
+
+
+@contextmanager
+def seeing_inputs(model: nn.Module, see: Callable[[SparseLayer, torch.Tensor, Sequence], None]) -> Iterator[None]:
+    """In the block ``see(layer, x_TH, routing)`` is called before each call of a sparse layer. ``routing``: empty; of
+    experts, ``index_TK`` and ``routing_TK``.
+    """
+
+    def hook(home: SparseLayer, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if isinstance(home, SparseExperts):
+            x_TH, *routing = Routed.of(args, kwargs, len(home.sites))
+            see(home, x_TH, routing)
+        else:
+            see(home, only_input(home.keyword, home.site.key, args, kwargs).reshape(-1, home.site.hidden), ())
+
+    with ExitStack() as hooks:
+        for home, module in called_modules(model).items():
+            hooks.enter_context(module.register_forward_pre_hook(partial(hook, home), with_kwargs=True))
+        yield

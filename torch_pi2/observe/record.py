@@ -5,7 +5,6 @@ from __future__ import annotations
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -22,11 +21,9 @@ from torch_pi2.base.tensorfile import Spec, TensorReader, TensorWriter
 from torch_pi2.errors import ArtifactError, UnsupportedModelError, check_choice
 from torch_pi2.graph.find import find_sites
 from torch_pi2.graph.routed import Routed
-from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
-from torch_pi2.layers.of_model import SparseLayer, called_modules, layers_of, sparse_layers
+from torch_pi2.layers.of_model import SparseLayer, layers_of, seeing_inputs, sparse_layers
 from torch_pi2.layers.prompt import single_steps
-from torch_pi2.layers.sequence import only_input
 from torch_pi2.observe.watch import fired
 from torch_pi2.profiling import recorder
 from torch_pi2.profiling.data import Batch, calibration_batches
@@ -106,9 +103,7 @@ def record(
         model_hash = "" if out is None else weights_hash(model, list(sites))
     rows = _Rows(_chosen(sites, layers), what, most, None if out is None else Path(out), part_bytes)
     if sparse:
-        with evaluating(model), single_steps(), ExitStack() as hooks:
-            for home, module in called_modules(model).items():
-                hooks.enter_context(module.register_forward_pre_hook(partial(rows.see, home), with_kwargs=True))
+        with evaluating(model), single_steps(), seeing_inputs(model, rows.see):
             for batch in bar(rows.each(data), "record", progress, unit="batch"):
                 batch.call(model, logits=False)
     else:
@@ -180,15 +175,10 @@ class _Rows:
             values |= {"product": f.h, "selected": lambda: f.score_TI > 0}
             self._put(f.site, torch.nonzero(f.real_T).flatten(), f.tokens, values)
 
-    def see(self, home: SparseLayer, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A hook before a call of a layer, or of experts, of an optimised model."""
-        if isinstance(home, SparseExperts):
-            given: Sequence[torch.Tensor] = Routed.of(args, kwargs, len(home.sites))
-        else:
-            given = (only_input(home.keyword, home.site.key, args, kwargs),)
-        rows = [y.reshape(-1, y.shape[-1]) for y in given]
-        real_T, _grid = recorder.real_tokens(home.site.key, self._batch, len(rows[0]))
-        x_TH, *routing = (y[real_T] for y in rows)
+    def see(self, home: SparseLayer, x_TH: torch.Tensor, routing: Sequence[torch.Tensor]) -> None:
+        """The same of an optimised model: before a call of a layer, or of a module of experts."""
+        real_T, _ = recorder.real_tokens(home.site.key, self._batch, len(x_TH))
+        x_TH, routing = x_TH[real_T], [y[real_T] for y in routing]
         for layer in layers_of(home):
             tokens = Routed(x_TH, *routing).tokens_of(layer.site) if routing else torch.arange(len(x_TH))
             if layer.site in self.sites and len(tokens):
