@@ -20,7 +20,7 @@ from torch import nn
 import torch_pi2
 from torch_pi2.base.files import atomic_write
 from torch_pi2.base.tensorfile import packed, read_tensors
-from torch_pi2.errors import ArtifactError, ConfigError
+from torch_pi2.errors import ArtifactError, ConfigError, ShapeError
 from torch_pi2.graph.routed import Routed
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.layers.prompt import sparse_only
@@ -243,6 +243,13 @@ def test_mistakes(how: dict[str, Any], message: str) -> None:
         ConfigError, match=r"what of .*: expected input or up or product or selected or token, found 'gate'"
     ):
         torch_pi2.record(tiny("opt"), IDS, ["gate"], progress=False)
+
+
+def test_a_site_by_hand_that_is_wrong() -> None:
+    up, down = torch_pi2.LinearRef("up.weight", "up.bias"), torch_pi2.LinearRef("down.weight", "down.bias")
+    site = torch_pi2.FFNSite("", 0, "relu", False, None, up, down, 8, 23, "")
+    with pytest.raises(ShapeError, match=r"up of : expected \[23, 8\], found \[24, 8\]. Correct the site"):
+        torch_pi2.record(InPlace(), [(torch.randn(2, 8),)], sites=[site], progress=False)
 
 
 # --- folders ---

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from torch_pi2.base.dtypes import check_finite, check_on_cpu, dtype_name
 from torch_pi2.base.fields import Field, Limits, limited, optional, to_json
-from torch_pi2.errors import DtypeError, UnsupportedModelError
+from torch_pi2.errors import DtypeError, ShapeError, UnsupportedModelError
 from torch_pi2.formats import FLOATS
 from torch_pi2.ops.activations import ACTIVATIONS, norm, on_up, second, swapped
 
@@ -218,9 +218,15 @@ class FFNSite:
 
 def check_weights(site: FFNSite, weights: FFNWeights) -> None:
     """Refuse weights that kernels do not support. Raises DeviceError: not on the CPU. NonFiniteError: NaN or infinity,
-    with the parameter's name. DtypeError: mixed dtypes, or one that is not float32, bfloat16 or float16.
+    with the parameter's name. DtypeError: mixed dtypes, or one that is not float32, bfloat16 or float16. ShapeError:
+    they are not of the site's sizes.
     """
     named = {k: v for k, v in weights._asdict().items() if v is not None}
+    i_h, h_i = [site.intermediate, site.hidden], [site.hidden, site.intermediate]
+    for name, size in (("gate", i_h), ("up", i_h), ("down", h_i)):
+        if name in named and (found := list(named[name].shape)) != size:
+            fix = "Correct the site: its sizes, and rows and transposed of its matmuls."
+            raise ShapeError(f"{name} of {site.key}", expected=str(size), found=str(found), fix=fix)
     for name, tensor in named.items():
         check_on_cpu(f"device of {site.key} {name}", tensor.device)
     dtypes = {dtype_name(v.dtype) for v in named.values()}
