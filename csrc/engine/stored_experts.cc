@@ -76,8 +76,14 @@ class Guess {
 class InStore : public ExpertLayers {
  public:
   InStore(const ExpertsArgs& args, const ExpertStack& stack, Offload& store, std::int64_t first_layer, CallStats* stats,
-          Guess* guess)
-      : args_(args), stack_(stack), store_(store), first_layer_(first_layer), stats_(stats), guess_(guess) {}
+          Guess* guess, std::function<void()> then)
+      : args_(args),
+        stack_(stack),
+        store_(store),
+        first_layer_(first_layer),
+        stats_(stats),
+        guess_(guess),
+        then_(std::move(then)) {}
 
   // While decoding: what all experts want is predicted before the first of them is computed, so that reads for the
   // others are under way meanwhile. A prompt's experts want most of their neurons: one by one.
@@ -141,7 +147,11 @@ class InStore : public ExpertLayers {
     }
     std::function<void()> then;
     // Own reads first: what the last expert wants has been asked for then.
-    if (--left_ == 0 && guess_ != nullptr) then = [this] { guess_->read(stats_); };
+    if (--left_ == 0 && (guess_ != nullptr || then_))
+      then = [this] {
+        if (guess_ != nullptr) guess_->read(stats_);
+        if (then_) then_();
+      };
     const std::string problem = store_.ffn(first_layer_ + work.expert, predictor, layer, parallel, then, stats_);
     return problem.empty() ? problem : kReading + problem;
   }
@@ -222,7 +232,8 @@ class InStore : public ExpertLayers {
   Offload& store_;
   std::int64_t first_layer_;
   CallStats* stats_;
-  Guess* guess_;           // null: none
+  Guess* guess_;  // null: none
+  const std::function<void()> then_;
   std::int64_t left_ = 0;  // experts to compute
   const ExpertWork* works_ = nullptr;
   std::vector<StoredGates> gates_;    // of the works that read theirs
@@ -259,13 +270,13 @@ bool GuessRecord::pays() const {
 }
 
 std::string stored_experts(const ExpertsArgs& args, const ExpertStack& stack, Offload& store, std::int64_t first_layer,
-                           const ParallelFor& parallel, CallStats* stats, const NextExperts* next,
-                           GuessRecord* record) {
+                           const ParallelFor& parallel, CallStats* stats, const NextExperts* next, GuessRecord* record,
+                           const std::function<void()>& then) {
   if (record != nullptr) record->see(args.index, args.tokens * args.slots, args.experts);
   const bool early = next != nullptr && args.tokens <= kMostLookahead;
   std::optional<Guess> guess;
   if (early) guess.emplace(*next, store);
-  InStore layers(args, stack, store, first_layer, stats, early ? &*guess : nullptr);
+  InStore layers(args, stack, store, first_layer, stats, early ? &*guess : nullptr, then);
   return mix_experts(args, layers, parallel);
 }
 

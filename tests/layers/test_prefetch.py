@@ -107,3 +107,21 @@ def test_bad_requests(path: Path, change: dict[str, Any], message: str) -> None:
     store.close()
     with pytest.raises(ArtifactError, match="closed"):
         store.prefetch(**sound)
+
+
+def test_behind_the_reads_of_a_mixture(path: Path) -> None:
+    """Layers 1 and 2 as experts: what layer 0 will need is read with their call, once."""
+    g = torch.Generator().manual_seed(4)
+    x, mask = torch.randn(3, HIDDEN, generator=g), torch.rand(3, NEURONS - HOT, generator=g) < 0.3
+    wanted, store = ffn(Store(path, 1 << 20), 0, x, mask), Store(path, 1 << 20, OffloadConfig(preload=False))
+    index, routing = torch.tensor([[0, 1], [1, 2], [2, 2]]), torch.rand(3, 2, generator=g)
+    how = ([torch.rand(3, 2, NEURONS, generator=g) < 0.3], "mask", [], "", False, "silu", False, [])
+    store.prefetch(0, mask, HOT, after=1)
+    for _ in range(2):
+        torch.ops.pi2.stored_experts(x, index, routing, store.number, 1, 2, *how)
+        read = store.stats()
+    assert torch.equal(ffn(store, 0, x, mask), wanted)
+    found = store.stats()
+    needed = HOT + int(mask.any(0).sum())
+    assert found["used"] - read["used"] == needed
+    assert found["reads"] == read["reads"]

@@ -231,9 +231,10 @@ class Store:
 
     def prefetch(self, layer: int, active: torch.Tensor, n_hot: int = 0, *, after: int | None = None) -> None:
         """Begin to read neurons that the next call of ``layer`` is likely to need: at once, or (``after``) together
-        with the next call of that layer of the store, behind its own reads and while it is computed; until then a later
-        request for the same layer replaces it. Results keep their bits: what is missing is read by the call that needs
-        it. ``stats()`` counts slots that were ``guessed``, and those of them ``used``. Engine ``mmap`` reads nothing.
+        with the next call of that layer of the store, or of the mixture that begins there, behind its own reads and
+        while it is computed; until then a later request for the same layer replaces it. Results keep their bits: what
+        is missing is read by the call that needs it. ``stats()`` counts slots that were ``guessed``, and those of them
+        ``used``. Engine ``mmap`` reads nothing.
 
         Args:
             active: bool ``[..., n]``, a row per token, n at least the cold neurons, which are the last columns in plan

@@ -219,9 +219,10 @@ Tensor stored_experts(const Tensor& x, const Tensor& index, const Tensor& routin
   const ExpertStack stack = stack_of(x, layer, experts, predictor, kind, cuts, predictor_weights,
                                      predictor_int8_activations, thresholds, r.args.slots, first_neuron);
   const Guesses guesses = early_routing(store, first_layer);
-  const std::string problem = pi2::stored_experts(r.args, stack, *offload, first_layer, torch_threads(), nullptr,
-                                                  guesses.next == nullptr ? nullptr : &guesses.next->next,
-                                                  guesses.own == nullptr ? nullptr : &guesses.own->record);
+  const std::string problem =
+      pi2::stored_experts(r.args, stack, *offload, first_layer, torch_threads(), nullptr,
+                          guesses.next == nullptr ? nullptr : &guesses.next->next,
+                          guesses.own == nullptr ? nullptr : &guesses.own->record, asked_behind(store, first_layer));
   STD_TORCH_CHECK(problem.empty(), "pi2: ", problem);
   return r.y;
 }

@@ -68,6 +68,18 @@ Guesses early_routing(int64_t number, int64_t layer) {
   return found;
 }
 
+std::function<void()> asked_behind(int64_t number, int64_t layer) {
+  const std::lock_guard<std::mutex> lock(stores_mutex);
+  Open& open = open_store(number);
+  const auto found = open.ahead.find(layer);
+  if (found == open.ahead.end()) return nullptr;
+  auto all = std::make_shared<Aheads>(std::move(found->second));
+  open.ahead.erase(found);
+  return [offload = open.offload, all] {
+    for (const auto& [later, one] : *all) one.read(*offload, later);
+  };
+}
+
 void route_early(int64_t number, int64_t layer, std::shared_ptr<EarlyRouting> next) {
   const std::lock_guard<std::mutex> lock(stores_mutex);
   open_store(number).early_routing[layer] = std::move(next);
@@ -265,14 +277,12 @@ Tensor stored_ffn(const Tensor& x, int64_t store, int64_t layer, const MaybeTens
                   int64_t first, const MaybeTensor& thresholds, int64_t parts) {
   std::shared_ptr<Offload> offload;
   std::shared_ptr<const Lookahead> next;
-  Aheads ahead;
   {
     const std::lock_guard<std::mutex> lock(stores_mutex);
     Open& open = open_store(store);
     offload = open.offload;
     const auto found = open.lookahead.find(layer + 1);
     if (found != open.lookahead.end()) next = found->second;
-    if (auto asked = open.ahead.extract(layer)) ahead = std::move(asked.mapped());
   }
   STD_TORCH_CHECK(layer >= 0 && layer < offload->layers(), "pi2: layer: expected 0 to ", offload->layers() - 1,
                   ", found ", layer, ". The store is of another model.");
@@ -323,10 +333,10 @@ Tensor stored_ffn(const Tensor& x, int64_t store, int64_t layer, const MaybeTens
   }
   if (args.tokens == 0) return out;
   std::function<void()> then = look_ahead(*offload, next.get(), layer + 1, args);
-  if (!ahead.empty())
-    then = [&, own = std::move(then)] {
+  if (const auto asked = asked_behind(store, layer))
+    then = [asked, own = std::move(then)] {
       if (own) own();
-      for (const auto& [later, one] : ahead) one.read(*offload, later);
+      asked();
     };
   const std::string problem = offload->ffn(layer, any, args, torch_threads(), then);
   STD_TORCH_CHECK(problem.empty(), "pi2: reading the neuron store: ", problem);

@@ -36,6 +36,8 @@ struct Guesses {
   std::shared_ptr<EarlyRouting> next, own;
 };
 Guesses early_routing(int64_t number, int64_t layer);
+// Begins the reads that store_prefetch asked for behind those of `layer`, once; null: none.
+std::function<void()> asked_behind(int64_t number, int64_t layer);
 void route_early(int64_t number, int64_t layer, std::shared_ptr<EarlyRouting> next);
 
 }  // namespace pi2::binding

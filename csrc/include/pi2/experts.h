@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -126,10 +127,11 @@ struct NextExperts {
 // As experts_ffn; expert e is layer first_layer + e of the store. Same bits, except where sparse_ffn computes prompts
 // by tiles and where OffloadOptions::drop_experts skips experts (they add nothing; the other routing weights stay). For
 // a few tokens, `next`, if set, is routed early with the input of this mixture, and the neurons that its experts are
-// likely to need are prefetched. `record`, if set, has what was predicted for this mixture. The figures of the calls
-// are added to `stats`, if set.
+// likely to need are prefetched. `record`, if set, has what was predicted for this mixture. `then`, if set, is called
+// behind the reads of all experts, as by Offload::ffn; for long prompts it is not. The figures of the calls are added
+// to `stats`, if set.
 std::string stored_experts(const ExpertsArgs& args, const ExpertStack& stack, Offload& store, std::int64_t first_layer,
                            const ParallelFor& parallel, CallStats* stats = nullptr, const NextExperts* next = nullptr,
-                           GuessRecord* record = nullptr);
+                           GuessRecord* record = nullptr, const std::function<void()>& then = nullptr);
 
 }  // namespace pi2
