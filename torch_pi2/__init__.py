@@ -40,7 +40,9 @@ if TYPE_CHECKING:
     from torch_pi2.export.api import export as export
     from torch_pi2.export.program import export_program as export_program
     from torch_pi2.export.run import Bundle as Bundle
+    from torch_pi2.fitting.custom import LayerSamples as LayerSamples
     from torch_pi2.graph.dispatch import NeuronClusterMode as NeuronClusterMode
+    from torch_pi2.graph.dispatch import trying as trying
     from torch_pi2.graph.find import find_sites as find_sites
     from torch_pi2.hf.quantizer import Pi2QuantizationConfig as Pi2QuantizationConfig
     from torch_pi2.machine.find import find_hardware as find_hardware
@@ -54,6 +56,8 @@ if TYPE_CHECKING:
     from torch_pi2.planner.for_machine import plan_for as plan_for
     from torch_pi2.planner.supported import supported as supported
     from torch_pi2.planner.zeros import zeros as zeros
+    from torch_pi2.predict.method import SparseMethod as SparseMethod
+    from torch_pi2.predict.method import register_method as register_method
     from torch_pi2.training.sparsify import sparsify as sparsify
     from torch_pi2.types.config import Config as Config
     from torch_pi2.types.offload import OffloadConfig as OffloadConfig
@@ -81,7 +85,8 @@ _FROM = {
     "export.api": ("export",),
     "export.program": ("export_program",),
     "export.run": ("Bundle",),
-    "graph.dispatch": ("NeuronClusterMode",),
+    "fitting.custom": ("LayerSamples",),
+    "graph.dispatch": ("NeuronClusterMode", "trying"),
     "graph.find": ("find_sites",),
     "hf.quantizer": ("Pi2QuantizationConfig",),
     "machine.find": ("find_hardware",),
@@ -91,6 +96,7 @@ _FROM = {
     "observe.trace": ("trace",),
     "observe.watch": ("watch",),
     "planner.for_machine": ("plan_for",),
+    "predict.method": ("SparseMethod", "register_method"),
     "planner.supported": ("supported",),
     "planner.zeros": ("zeros",),
     "types.config": ("Config",),

@@ -26,7 +26,7 @@ from torch_pi2.base.progress import log
 from torch_pi2.decode import hf_generate
 from torch_pi2.decode.plan_controller import follow
 from torch_pi2.errors import CalibrationError, DtypeError, StaleArtifactError, check_choice
-from torch_pi2.fitting.fit import LAYER_FITS, cold_neurons, fit_layers
+from torch_pi2.fitting.fit import cold_neurons, fit_layers
 from torch_pi2.fitting.fit import fit as fit_predictors
 from torch_pi2.fitting.loss import causal_lm_loss
 from torch_pi2.fitting.search import FitSettings
@@ -216,6 +216,8 @@ def _fit(
     work: Path | None = None,
 ) -> FittedPredictors:
     cold = {s.key: cold_neurons(stats, s.key, hot_cut(s, stats[s.key], config)) for s in sites}
+    if config.method == Method.CUSTOM:  # which decides for every neuron
+        cold = {s.key: torch.arange(s.intermediate) for s in sites}
     cold |= {s.key: torch.empty(0, dtype=torch.int64) for s in sites if of_all(s.activation)}
     if config.method == "auto":
         # one training per expert would be needed; the router already skips most neurons
@@ -228,7 +230,7 @@ def _fit(
     n_tokens = max(1024, int(min(1.0, share) * _FIT_TOKENS))
     if n_tokens < _FIT_TOKENS:
         log.warning("predictors are fitted to %d tokens instead of %d, to bound memory", n_tokens, _FIT_TOKENS)
-    if config.method in LAYER_FITS:
+    if config.method in (Method.SIGNBIT, Method.CUSTOM):
         settings = FitSettings(**vars(config), n_tokens=min(n_tokens, _LAYER_TOKENS))
         return fit_layers(model, data, sites, stats, settings, cold=cold, work=work, progress=progress)
     weight_bits = FitSettings.weight_bits if config.weights == FLOAT else FORMATS[config.weights].bits_per_weight

@@ -43,7 +43,7 @@ from torch_pi2.store.superblock import MOST_CLUSTER
 from torch_pi2.store.trust import remember
 from torch_pi2.store.weights import QuantizedWeights
 from torch_pi2.store.writer import StoreAssembly, StoreLayer
-from torch_pi2.types.plan import LayerPlan, Plan
+from torch_pi2.types.plan import LayerPlan, Plan, refuse_custom
 from torch_pi2.types.shard import Shard
 
 #: Formats of neurons; ``float`` is the model's own.
@@ -143,6 +143,8 @@ def pack(
                     expected, fix = f"{known}, as the weights are", "Leave it out, or pack the float checkpoint."
                     raise ConfigError(f"pack({source}, weights=...)", expected=expected, found=repr(weights), fix=fix)
             packer = _Packer(whole, reader, plan, parts.inside, cluster, progress)
+            if ranks != 1:
+                refuse_custom(plan, f"pack(ranks={ranks})")
             if ranks == 1:
                 keep_card(folder, staging)
                 report = packer.pack(staging)

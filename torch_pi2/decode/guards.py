@@ -1,9 +1,10 @@
 """``Guards``: whether everything that decided the calls of a recorded step is still the same.
 
 A recording has no Python left, so it is right only while the model's code would make the same calls again. Two rules
-ensure that. Only known code is recorded: that of PyTorch, transformers, the standard library and this package. And what
-this code looks up is compared between steps: attributes of modules and configurations, the functions, classes,
-registries and flags that its names refer to, and the attributes of those classes.
+ensure that. Only known code is recorded: that of PyTorch, transformers, the standard library and this package, and of
+methods of sparsity that say so (``SparseMethod.recordable``). And what this code looks up is compared between steps:
+attributes of modules, configurations and methods, the functions, classes, registries and flags that its names refer to,
+and the attributes of those classes.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch._C._dynamo.guards import dict_version
 from torch.utils.hooks import RemovableHandle
 
 from torch_pi2.decode.attention import NAME, USERS
+from torch_pi2.predict.method import SparseMethod
 
 #: Types of values that are compared; others are compared by identity.
 PLAIN = {bool, int, float, complex, str, type(None), type(...)}
@@ -131,6 +133,8 @@ class State:
             if self._watch is not None and isinstance(value, (list, set)):
                 self._watch.lists.append(value)
             return [self._value(v, depth + 1) for v in value]
+        if isinstance(value, SparseMethod) and value.recordable:
+            return self._value(vars(value), depth + 1)
         try:
             known = weakref.ref(value)
         except TypeError:
@@ -241,11 +245,15 @@ class Guards:
             yield
             return
         ran: dict[CodeType, dict[str, Any]] = {}
+        trusted = set[Any]()  # modules of methods that say so
 
         def called(frame: FrameType, event: str, _arg: Any) -> None:
             if event == "call" and frame.f_code not in ran:
                 ran[frame.f_code] = frame.f_globals
-                self._names.add_class(type(frame.f_locals.get("self")))
+                own = frame.f_locals.get("self")
+                self._names.add_class(type(own))
+                if isinstance(own, SparseMethod) and own.recordable:
+                    trusted.add(frame.f_globals.get("__name__"))
 
         if sys.getprofile() is not None:  # it could not be set again: cProfile's is not made of Python
             self.unknown = "a profiler, which has to see every call"
@@ -263,7 +271,7 @@ class Guards:
         for code, scope in ran.items():
             if code in self._codes:
                 continue
-            if not is_known(code, scope):
+            if not is_known(code, scope) and scope.get("__name__") not in trusted:
                 self.unknown = f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
                 return
             self._codes[code] = scope

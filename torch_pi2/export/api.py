@@ -27,6 +27,7 @@ from torch_pi2.export.text import write_chat
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.ops.activations import check_plain, norm
 from torch_pi2.rewrite.state import get_state
+from torch_pi2.types.plan import refuse_custom
 
 
 @checked
@@ -96,6 +97,7 @@ def export(
     folder = Path(folder).resolve()
     check_bundle_folder(folder)
     parts, layers = get_state(model), exported_layers(model)
+    refuse_custom(parts.plan, "export")
     has_example = args is not None or kwargs is not None
     decoder = not has_example and hasattr(model, "config") and hasattr(model, "generate")
     _check_model(model, layers, settings, decoder, has_example, dynamic_shapes)

@@ -10,7 +10,7 @@ until perplexity stays put. The search has two stages:
 
 Three disjoint sets of sequences are used: to fit, to set thresholds, and to measure losses and cards.
 
-``fit_layers`` makes each predictor from its layer's samples alone, by a method of :data:`LAYER_FITS`.
+``fit_layers`` makes each predictor from its layer's samples alone: those of signs, and a ``SparseMethod``.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch_pi2.base.memory import let_go
 from torch_pi2.base.modules import fresh_settings
 from torch_pi2.base.progress import bar, log
 from torch_pi2.errors import CalibrationError, check_made_from
+from torch_pi2.fitting.custom import fit_method
 from torch_pi2.fitting.loss import LossFn, causal_lm_loss, mean_loss
 from torch_pi2.fitting.resume import Losses, PredictorCache, PredictorFiles, work_folder
 from torch_pi2.fitting.search import FitSettings, Layer, Search, initial_rank
@@ -33,13 +34,13 @@ from torch_pi2.fitting.train import MIN_SAMPLES, calibrate, measure
 from torch_pi2.graph.dispatch import PredictedMaskMode
 from torch_pi2.graph.routed import modules_of
 from torch_pi2.ops import load as load_library
-from torch_pi2.predict import AnyPredictor
 from torch_pi2.predict.file import FitReport, FittedPredictors
 from torch_pi2.predict.lowrank import LowRankRows
 from torch_pi2.predict.signbit import SignBit
 from torch_pi2.profiling.data import Batch, at_most, batches, digest, split
 from torch_pi2.profiling.recorder import check_sites
 from torch_pi2.profiling.samples import Samples, collect_samples
+from torch_pi2.types.config import described
 from torch_pi2.types.method import Method
 from torch_pi2.types.plan import weights_hash
 from torch_pi2.types.site import FFNSite
@@ -205,7 +206,7 @@ def fit_layers(
     work: Path | None = None,
     progress: bool = True,
 ) -> FittedPredictors:
-    """Fit a predictor for each site, one by one, to the given recall, by a method of :data:`LAYER_FITS`. ``cold``: site
+    """Fit a predictor for each site, one by one, to the given recall (signs), or as its method does. ``cold``: site
     key -> neurons to predict; sites without any get no predictor. ``stats``, ``work``: as for :func:`fit`. Raises
     StaleArtifactError: ``stats`` belong to other weights. CalibrationError: fewer than two tokens.
     """
@@ -218,12 +219,15 @@ def fit_layers(
     cuts = {s.key: stats[s.key].cut for s in sites}
     made_from: dict[str, Any] = {"model": model_hash, "text": digest(data), "statistics": digest([cold, cuts])}
     made_from |= {name: getattr(settings, name) for name in ("method", "n_tokens", "target_recall", "seed")}
+    made_from |= {"custom": described(settings).get("custom")}
     how = {"seed": settings.seed, "progress": progress}
     with work_folder(work, made_from):
         samples = _samples(model, {"all": data}, {"all": settings.n_tokens}, sites, cuts, work, how)["all"]
-        fit_one = LAYER_FITS[settings.method]
         for site in sites:
-            result[site.key] = fit_one(model, site, samples[site.key], cold[site.key], settings.target_recall)
+            if settings.method == Method.CUSTOM:
+                result[site.key] = fit_method(settings._custom, model, site, samples[site.key])
+            else:
+                result[site.key] = _fit_signs(model, site, samples[site.key], cold[site.key], settings.target_recall)
     return result
 
 
@@ -241,7 +245,3 @@ def _fit_signs(model: nn.Module, site: FFNSite, samples: Samples, cold: torch.Te
     predictor.card = measure(predictor, other, site, **settings)
     let_go(model, weights)
     return predictor
-
-
-#: Method -> function of (model, site, samples, cold neurons, target recall).
-LAYER_FITS: dict[str, Callable[..., AnyPredictor]] = {Method.SIGNBIT: _fit_signs}

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_pi2.base.fields import argument, checked
 from torch_pi2.base.modules import fresh_settings, has_hooks, has_sparse_layers
 from torch_pi2.errors import ConfigError, GradientError
+from torch_pi2.graph.find import find_sites
 from torch_pi2.graph.routed import masked
 from torch_pi2.ops.activations import ACTIVATIONS, cuts, norm
 from torch_pi2.types.method import LOSSY, PREDICTED, Method, Predictor
@@ -238,6 +239,35 @@ class PredictedMaskMode(TorchDispatchMode):
         kept, pairs = self.pairs
         cold_I = ~self._hot[site.key]
         self.pairs = (kept + int((keep_TI & cold_I).sum()), pairs + len(keep_TI) * int(cold_I.sum()))
+
+
+@checked
+def trying(model: nn.Module, methods: Any) -> PredictedMaskMode:
+    """A context in which the dense ``model`` leaves out, before ``down``, the neurons that ``methods`` do not choose::
+
+        methods = torch_pi2.fit(model, text, stats=stats, method=Mine(share=0.3))
+        with torch.no_grad(), torch_pi2.trying(model, methods):
+            model(ids)
+
+    Every neuron is computed, so nothing is faster, and the gates of all are computed before ``cut_I`` skips any.
+
+    Args:
+        model: dense, in eager mode.
+        methods: site key -> :class:`torch_pi2.SparseMethod` (or another predictor), or one method that needs no fit and
+            whose copies all layers get. Layers without one stay dense.
+
+    Raises:
+        ConfigError: the model has sparse layers, or a key is no layer of it.
+    """
+    if has_sparse_layers(model):
+        dense = argument(model, "trying", "Call torch_pi2.restore(model) first.")
+        dense.wrong("a dense model", "one that torch_pi2 has rewritten")
+    sites = find_sites(model)
+    chosen = methods if isinstance(methods, Mapping) else {site.key: methods.copy() for site in sites}
+    if unknown := sorted(chosen.keys() - {site.key for site in sites}):
+        raise ConfigError("trying", expected="keys of find_sites(model)", found=unknown[0], fix="Correct the key.")
+    cut_I = {key: method.cut_I for key, method in chosen.items() if getattr(method, "cut_I", None) is not None}
+    return PredictedMaskMode(model, sites, {k: None if k in cut_I else m for k, m in chosen.items()}, None, cut_I)
 
 
 class NeuronClusterMode(PredictedMaskMode):

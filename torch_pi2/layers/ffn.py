@@ -39,7 +39,8 @@ class SparseFFN(DenseForm):
         site: the FFN.
         weights: its tensors, which are copied.
         layer_plan: neuron order, number of hot neurons and method.
-        lowrank: for method ``signbit``, the tensors of a ``SignBit``; for method ``lowrank``, the predictor in the
+        lowrank: for method ``custom``, a ``SparseMethod``; for method ``signbit``, the tensors of a ``SignBit``; for
+            method ``lowrank``, the predictor in the
             model's neuron order: ``a [r, H]`` int8, ``a_scale [r]``, ``b [I, r]`` int8, ``b_scale [I]`` and optionally
             ``bias [I]`` float32; or quantised rows ``a [r, row_bytes(H)]``, ``b [I, row_bytes(r)]`` uint8.
         threshold: for method ``lowrank``, cut on the predictor's logit.
@@ -93,6 +94,8 @@ class SparseFFN(DenseForm):
     predictor_kind: str
     predictor_a: torch.Tensor | None
     thresholds: torch.Tensor | None
+    #: The ``SparseMethod`` that is asked for a mask, or None.
+    custom: Any = None
 
     def __init__(
         self,
@@ -194,7 +197,7 @@ class SparseFFN(DenseForm):
             cold = predictor.of_cold(site, order[self.n_hot :], lowrank, self.int8_activations)
         for name in LAYER_TENSORS:
             self.register_buffer(f"predictor_{name}", cold.tensors.get(name), persistent=False)
-        self.predictor_kind = cold.kind
+        self.predictor_kind, self.custom = cold.kind, cold.method
         self.predictor_threshold = threshold if cold.cut is None else cold.cut
         self.predictor_weights, self.predictor_in_blocks = cold.weights, cold.in_blocks
 
@@ -242,16 +245,27 @@ class SparseFFN(DenseForm):
         return self.by_batch[-1][1]
 
     def _predicted(self, x: torch.Tensor, n_hot: int) -> torch.Tensor:
-        return torch.ops.pi2.predicted_ffn(x, *self.tensors(), *self.asked(), *self.settings(n_hot, self.threshold))
+        settings = self.settings(n_hot, self.threshold)
+        if self.custom is not None:
+            return torch.ops.pi2.sparse_ffn(x, *self.tensors(), *self.asked(x)[0], *settings)
+        return torch.ops.pi2.predicted_ffn(x, *self.tensors(), *self.asked(), *settings)
 
-    def asked(self) -> tuple[list[torch.Tensor], str, float, str, bool]:
-        """Arguments of ``torch.ops.pi2.predicted_ffn`` after :meth:`tensors`: the predictor and its settings."""
+    def asked(self, x: torch.Tensor | None = None) -> tuple[list[torch.Tensor], str, float, str, bool]:
+        """Arguments of ``torch.ops.pi2.predicted_ffn`` after :meth:`tensors`: the predictor and its settings. ``x``:
+        the input, which a ``SparseMethod`` is asked about.
+        """
+        if self.custom is not None:
+            if x is None:
+                expected, fix = "a predictor that kernels know", "Use another method there (docs/RESEARCH.md)."
+                raise ConfigError(f"method of {self.site.key}", expected=expected, found=self.custom.name, fix=fix)
+            mask_TI = self.custom.selected(x, self.site.intermediate)[:, self.order[self.n_hot :]]
+            return [mask_TI.view(*x.shape[:-1], -1)], self.predictor_kind, 0.0, "", False
         int8 = self.int8_activations and bool(self.predictor_weights)
         return self.predictor(), self.predictor_kind, self.predictor_threshold, self.predictor_format, int8
 
     def predict(self, x: torch.Tensor) -> torch.Tensor:
         """Cold neurons predicted to fire, bool ``[..., cold]``."""
-        return predicted(x, *self.asked(), ops=torch.ops.pi2)
+        return predicted(x, *self.asked(x), ops=torch.ops.pi2)
 
     @property
     def has_predictor(self) -> bool:

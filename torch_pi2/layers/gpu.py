@@ -90,6 +90,8 @@ def check_gpu_has_kernels(site: FFNSite, weights: str, predictor: str) -> None:
         raise stays(f"{site.key}, whose neurons are {weights}")
     if predictor == "signbit":
         raise stays(f"{site.key}, whose predictor looks at sign bits")
+    if predictor == "mask":
+        raise stays(f"{site.key}, whose neurons a SparseMethod chooses")
     check_plain(site.activation)
 
 

@@ -441,12 +441,12 @@ class OffloadedFFN(InStore, SparseFFN):
         """
         self.announced = True
         sizes = self.store.layers()[max(0, self.store_layer - 1) : self.store_layer]
-        if self.has_predictor and [hidden for _, hidden, _ in sizes] == [self.site.hidden]:
+        if self.has_predictor and self.custom is None and [hidden for _, hidden, _ in sizes] == [self.site.hidden]:
             n_hot = self.hot_for(batch)
             torch.ops.pi2.store_lookahead(self.store.number, self.store_layer, *self.asked(), n_hot)
 
     def _predicted(self, x: torch.Tensor, n_hot: int) -> torch.Tensor:
-        return self._stored(x, self.asked(), n_hot, self.threshold)
+        return self._stored(x, self.asked(x), n_hot, self.threshold)
 
     def _compute(self, x: torch.Tensor, n_hot: int, threshold: float) -> torch.Tensor:
         rows = self._gates.tensors  # another thread may take them away

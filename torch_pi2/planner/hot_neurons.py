@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from torch_pi2.base.progress import log
 from torch_pi2.errors import ConfigError
 from torch_pi2.ops import ACTIVATIONS
 from torch_pi2.ops.activations import exact_zeros, of_all
-from torch_pi2.types.config import Config
+from torch_pi2.types.config import Config, described
 from torch_pi2.types.method import PREDICTED, Method
 from torch_pi2.types.plan import LayerPlan, Plan, in_own_order
 from torch_pi2.types.site import FFNSite
@@ -57,6 +57,8 @@ def plan_layer(
     dense = LayerPlan(site, Method.DENSE, site.intermediate, order, 0.0, 1.0)
     if config.method == Method.DENSE and site.experts is None:
         return dense
+    if config.method == Method.CUSTOM:
+        return _plan_custom(dense, predictor)
     gate = gate_method(site) if config.method not in (Method.EXACT, Method.DENSE) else Method.EXACT
     if gate == Method.THRESHOLD:
         _check_threshold(site, all_stats, config)
@@ -92,6 +94,19 @@ def plan_layer(
     if config.method == kind or (config.method == "auto" and read < gated_bytes(site, active, weight_bytes)):
         return predicted
     return gated
+
+
+def _plan_custom(dense: LayerPlan, method: Any) -> LayerPlan:
+    """No neuron is hot: the method decides for all of them, by a mask or by thresholds that the kernels know."""
+    if method is None:
+        return dense
+    active, cut_I = method.card.predicted_active, getattr(method, "cut_I", None)
+    if cut_I is None:
+        return replace(dense, method=Method.CUSTOM, n_hot=0, expected_active=active)
+    thresholds = cut_I.detach().float().cpu()
+    least = max(float(thresholds.max()), torch.finfo(torch.float32).tiny)
+    how: dict[str, Any] = {"threshold": least, "thresholds": thresholds}
+    return replace(dense, method=Method.THRESHOLD, n_hot=0, expected_active=active, **how)
 
 
 def predicted_bytes(layer: LayerPlan, weight_bytes: float) -> float:
@@ -160,10 +175,10 @@ def greedy_plan(
             layers += [plan_layer(site, stats, fitted.get(site.key), config, weight_bytes) for site in group]
         else:
             layers += plan_experts(list(group), stats, fitted, config, weight_bytes)
-    made_by: dict[str, Any] = {"planner": "greedy", "config": asdict(config), "stats": stats.made_by}
+    made_by: dict[str, Any] = {"planner": "greedy", "config": described(config), "stats": stats.made_by}
     return Plan(layers, stats.model_hash, made_by)
 
 
 def plan_without_data(sites: Sequence[FFNSite], model_hash: str, config: Config) -> Plan:
     """Exact gate (or dense) in the model's own neuron order: lossless, without calibration."""
-    return Plan(in_own_order(sites, config.method), model_hash, {"planner": "none", "config": asdict(config)})
+    return Plan(in_own_order(sites, config.method), model_hash, {"planner": "none", "config": described(config)})

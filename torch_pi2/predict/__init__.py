@@ -22,12 +22,15 @@ import torch
 
 from torch_pi2.errors import ConfigError
 from torch_pi2.predict.lowrank import LowRank, LowRankRows
+from torch_pi2.predict.method import SparseMethod
 from torch_pi2.predict.signbit import SignBit
 
 #: The kinds that a file may contain.
-AnyPredictor = LowRank | SignBit
+AnyPredictor = LowRank | SignBit | SparseMethod
 #: Method -> class.
-PREDICTORS: dict[str, type[LowRank] | type[SignBit]] = {p.kind: p for p in (LowRank, SignBit)}
+PREDICTORS: dict[str, type[LowRank] | type[SignBit] | type[SparseMethod]] = {
+    p.kind: p for p in (LowRank, SignBit, SparseMethod)
+}
 #: Predictor tensors that layers may have, those of each kind in the order of the operators' arguments.
 LAYER_TENSORS = tuple(name for p in PREDICTORS.values() for name in p.layer_tensors)
 #: Those with a row for each neuron.
@@ -43,13 +46,15 @@ _OWN = {
 
 
 def check_known(key: str, predictor: Any) -> None:
-    """Raises ConfigError unless ``predictor``, of site ``key``, is one of ours with nothing overridden or patched."""
+    """Raises ConfigError unless ``predictor``, of site ``key``, is a SparseMethod or one of ours as it is."""
+    if isinstance(predictor, SparseMethod):
+        return
     own = next((members for kind, members in _OWN.items() if isinstance(predictor, kind)), None)
     changed = [name for name, member in (own or {}).items() if getattr_static(predictor, name, None) is not member]
     if own is None or set(changed) - {"__init__"}:
-        expected = "a LowRank, LowRankRows or SignBit as it is: layers read its tensors, and call no method of it"
+        expected = "a SparseMethod, or a LowRank, LowRankRows or SignBit as it is, of which layers read the tensors"
         found = type(predictor).__name__ + (f" with its own {', '.join(changed)}" if own else "")
-        fix = "Try it with NeuronClusterMode, which takes any object with scores and threshold, on the dense model."
+        fix = "Derive a method of your own from torch_pi2.SparseMethod (docs/RESEARCH.md)."
         raise ConfigError(f"predictor of {key}", expected=expected, found=found, fix=fix)
 
 

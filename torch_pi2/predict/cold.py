@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +14,7 @@ from torch_pi2.types.site import FFNSite
 class Cold(NamedTuple):
     """A layer's part of a predictor. ``kind``: its name in operators. ``weights``: format of quantised rows, else "".
     ``cut``: replaces the threshold. ``in_blocks``: rows are in blocks of 16; with a bias; b may begin with padding.
+    ``method``: a ``SparseMethod``, which is asked in Python.
     """
 
     kind: str
@@ -21,6 +22,7 @@ class Cold(NamedTuple):
     weights: str = ""
     cut: float | None = None
     in_blocks: bool = False
+    method: Any = None
 
 
 def layer_tensors(

@@ -110,7 +110,8 @@ def each_predictor(
     check_artifact(where, meta, "torch_pi2.predictors", PREDICTORS_VERSION, model_hash)
     for key, entry in _json(meta, "predictors", where).each().items():
         kind = PREDICTORS[entry.at("kind").text(PREDICTED)]
-        tensors = {name: tensor(f"{key}.{name}") for name in kind.tensor_names}
+        names = kind.tensor_names or [name.text() for name in entry.at("tensors").items()]
+        tensors = {name: tensor(f"{key}.{name}") for name in names}
         present = {name: t for name, t in tensors.items() if t is not None}
         yield key, kind.read(present, entry, *read_threshold_and_card(entry))
 

@@ -157,14 +157,16 @@ def replaceable(model: nn.Module, found: Found, needed: bool = True) -> tuple[Fo
     return replace(found, sites=[s for s in found.sites if s.key not in refused], left=skipped), strategies
 
 
-def predictor_tensors(predictor: Any) -> tuple[Mapping[str, torch.Tensor] | None, float]:
-    """Tensors and threshold of a predictor, an object or a mapping; ``(None, 0)`` for None. Raises ConfigError."""
+def predictor_tensors(predictor: Any) -> tuple[Any, float]:
+    """Tensors and threshold of a predictor, an object or a mapping; a ``SparseMethod`` itself; ``(None, 0)`` for None.
+    Raises ConfigError.
+    """
     if predictor is None:
         return None, 0.0
     if isinstance(predictor, Mapping):
         return predictor, float(predictor.get("threshold", 0.0))
     check_known("a layer", predictor)
-    return predictor.tensors(), float(predictor.threshold)
+    return predictor if predictor.kind == Method.CUSTOM else predictor.tensors(), float(predictor.threshold)
 
 
 def _make_layer(model: nn.Module, layer: LayerPlan, predictor: Any, storage: Storage) -> SparseFFN:

@@ -191,6 +191,8 @@ def check_predictors(plan: Plan, found: Iterator[tuple[str, AnyPredictor]], wher
             continue
         rows = predictor.tensors().get("signs", predictor.tensors().get("b"))
         kind = getattr(predictor, "kind", Method.LOWRANK)
+        if kind == layer.method == Method.CUSTOM:
+            continue
         hidden = getattr(predictor, "hidden", None) or predictor.tensors()["a"].shape[1]
         neurons = 0 if rows is None else len(rows)
         if (kind, neurons, hidden) != (layer.method, layer.site.intermediate, layer.site.hidden):

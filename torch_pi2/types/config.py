@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch_pi2.base.fields import argument, check_fields, limited
+from torch_pi2.base.fields import argument, check_fields, limited, to_json
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import ACTIVATIONS, FLOAT, QUANTIZED
-from torch_pi2.types.method import Method
+from torch_pi2.types.method import Method, find_method
 
 #: ``auto`` picks the cheapest per layer.
-METHODS = ("auto", *(method.value for method in Method))
+METHODS = ("auto", *(method.value for method in Method if method is not Method.CUSTOM))
+ALL = (*METHODS, Method.CUSTOM.value)
 
 #: The score for ``threshold``: |act(gate)|, alone or weighted by statistics of the neuron's up and down, or
 #: |up|, weighted by those of its gate and down.
@@ -37,7 +38,8 @@ class Config:
             multiplied by zero), ``threshold`` (lossy: CATS, for SwiGLU and GeGLU models, no training), ``lowrank``
             (lossy: a fitted low-rank predictor), ``signbit`` (lossy: a predictor from the gate's signs, only
             calibrated), ``dense`` (every neuron), or ``auto``: per layer whichever of ``exact``/``threshold`` and
-            ``lowrank`` reads fewer bytes (for experts ``exact``/``threshold``, without predictors).
+            ``lowrank`` reads fewer bytes (for experts ``exact``/``threshold``, without predictors). Or a
+            ``torch_pi2.SparseMethod`` (lossy), or the name of a registered one, which is made without arguments.
         hot_frequency: neurons that fire for at least this share of tokens are hot: computed densely, never predicted
             (lossless in itself). Experts have no hot neurons.
         target_recall: start of the search for each layer's recall; with ``signbit`` each layer's recall (lossy).
@@ -65,7 +67,7 @@ class Config:
         seed: of every random choice.
     """
 
-    method: str = limited(choices=METHODS, default="auto")
+    method: Any = "auto"
     hot_frequency: float = limited(0, 1.01, above=True, default=0.4)
     target_recall: float = limited(0, 1, above=True, below=True, default=0.9)
     tolerance: float = limited(above=True, default=0.01)
@@ -79,8 +81,18 @@ class Config:
     batch_size: int = limited(1, default=8)
     seq_len: int = limited(2, default=128)
     seed: int = limited(0, 1 << 62, default=0)
+    #: The ``SparseMethod`` that was given as ``method``, which is "custom" then.
+    _custom: Any = None
 
     def __post_init__(self) -> None:
+        made = find_method(self.method)() if isinstance(self.method, str) and self.method not in ALL else self.method
+        if not isinstance(made, str):
+            if not (callable(getattr(made, "select", None)) and callable(getattr(made, "fit", None))):
+                argument(self.method, "Config.method").wrong("the name of a method, or a torch_pi2.SparseMethod")
+            object.__setattr__(self, "_custom", made)
+            object.__setattr__(self, "method", Method.CUSTOM.value)
+        elif self.method == Method.CUSTOM and self._custom is None:
+            find_method(self.method)
         check_fields(self)
         if self.weights == FLOAT:
             for name, value in (("activations", FLOAT), ("quantization", "rtn")):
@@ -88,6 +100,13 @@ class Config:
                     argument(getattr(self, name), f"Config.{name}").wrong(f"{value} with weights='float'")
         if self.quantization == "weighted" and self.weights == "int8":
             argument(self.quantization, "Config.quantization").wrong("rtn or gptq with int8")
+
+
+def described(config: Config) -> dict[str, Any]:
+    """For files: the fields, and of a ``SparseMethod`` its name and settings."""
+    made = config._custom
+    own = {} if made is None else {"custom": {"name": made.name or type(made).__name__, "settings": made.settings()}}
+    return to_json(config) | own
 
 
 def configured(config: Config | None, fields: dict[str, Any]) -> Config:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol, Self
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from torch_pi2.base.fields import optional
+from torch_pi2.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -18,11 +20,12 @@ class Method(StrEnum):
     THRESHOLD = "threshold"  #: the gate is computed, and small values are skipped as well
     LOWRANK = "lowrank"  #: a low-rank predictor says which neurons to compute at all
     SIGNBIT = "signbit"  #: a predictor of the signs of weights and inputs does
+    CUSTOM = "custom"  #: a ``torch_pi2.SparseMethod`` does, in Python
 
     @property
     def predicted(self) -> bool:
         """Whether its layers need a predictor."""
-        return self in (Method.LOWRANK, Method.SIGNBIT)
+        return self in (Method.LOWRANK, Method.SIGNBIT, Method.CUSTOM)
 
     @property
     def lossy(self) -> bool:
@@ -34,6 +37,21 @@ class Method(StrEnum):
 METHODS = tuple(method.value for method in Method)
 PREDICTED = tuple(method.value for method in Method if method.predicted)
 LOSSY = tuple(method.value for method in Method if method.lossy)
+#: Name -> class of :func:`torch_pi2.register_method`.
+registered: dict[str, type[Any]] = {}
+#: Group of entry points of installed packages: ``name = "package.module:Class"``.
+ENTRY_POINTS = "torch_pi2.methods"
+
+
+def find_method(name: str) -> type[Any]:
+    """The registered class of this name, or that of an installed package. Raises ConfigError: there is none."""
+    if name not in registered:
+        registered.update((point.name, point.load()) for point in entry_points(group=ENTRY_POINTS, name=name))
+    if name not in registered:
+        expected = ", ".join(("auto", *(method for method in Method if method is not Method.CUSTOM), *registered))
+        fix = "Choose one of these, or import the module that registers it (torch_pi2.register_method)."
+        raise ConfigError("method", expected=expected, found=repr(name), fix=fix)
+    return registered[name]
 
 
 @dataclass

@@ -213,6 +213,15 @@ def lossy_methods(plan: Plan) -> dict[str, int]:
     return dict(Counter(layers))
 
 
+def refuse_custom(plan: Plan, what: str) -> None:
+    """Raises ConfigError: a layer of ``plan`` asks a ``SparseMethod`` in Python, which ``what`` cannot."""
+    for layer in plan.layers:
+        if layer.method == Method.CUSTOM:
+            expected, found = "methods that kernels know", f"a SparseMethod that chooses neurons of {layer.site.key}"
+            fix = "Use exact, threshold, lowrank or signbit there, or a SparseMethod with cut_I."
+            raise ConfigError(what, expected=expected, found=found, fix=fix)
+
+
 def _orders_hash(orders: dict[str, torch.Tensor]) -> str:
     """SHA-256 over names and orders, which links plan.json to its plan.safetensors."""
     digest = hashlib.sha256()

@@ -1,0 +1,238 @@
+"""``SparseMethod``: a method of sparsity in Python, in every way that a model is used."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny
+
+import torch_pi2
+from torch_pi2.decode.decoder import Decoder
+from torch_pi2.errors import ConfigError, DtypeError, Pi2Error, ShapeError
+from torch_pi2.layers.of_model import sparse_layers
+from torch_pi2.layers.prompt import sparse_only
+from torch_pi2.types import method as registry
+
+IDS = torch.randint(3, 64, (20, 32), generator=torch.Generator().manual_seed(0))
+HOW: dict[str, Any] = {"seq_len": 32, "sparsity": 0.5}
+
+
+@torch_pi2.register_method
+class Largest(torch_pi2.SparseMethod):
+    """Neurons of the largest weighted inputs: depends on the token, and on what was fitted."""
+
+    name = "largest"
+
+    def __init__(self, share: float = 0.5) -> None:
+        self.share, self.labels = share, {"source": ["a test", 1, None]}
+
+    def fit(self, layer: torch_pi2.LayerSamples) -> None:
+        first = layer.weights.up if layer.weights.gate is None else layer.weights.gate
+        self.first_IH, self.scale_I = first.clone(), layer.h_TI().abs().mean(0)
+        assert layer.x_TH.shape[1] == layer.site.hidden
+        assert layer.fired_TI.shape == layer.gate_TI().shape == (len(layer.x_TH), layer.site.intermediate)
+
+    def select(self, x_TH: torch.Tensor) -> torch.Tensor:
+        score_TI = (x_TH.float() @ self.first_IH.T).abs() * self.scale_I
+        return score_TI >= score_TI.quantile(1 - self.share, dim=1, keepdim=True)
+
+
+@torch_pi2.register_method
+class Recorded(Largest):
+    name = "recorded"
+    recordable = True
+
+
+@torch_pi2.register_method
+class Cuts(torch_pi2.SparseMethod):
+    name = "cuts"
+
+    def fit(self, layer: torch_pi2.LayerSamples) -> None:
+        self.cut_I = layer.gate_TI().abs().quantile(0.6, dim=0)
+
+
+@pytest.fixture(scope="module", params=["llama", "llama-relu", "opt"])
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def optimised(name: str, method: Any, **settings: Any) -> Any:
+    return torch_pi2.optimize(tiny(name), IDS, method=method, **HOW, **settings)
+
+
+@torch.no_grad()
+def logits(model: Any, ids: torch.Tensor = IDS[:2]) -> torch.Tensor:
+    with sparse_only():
+        return model(ids).logits
+
+
+@pytest.mark.parametrize("kind", [Largest, Cuts])
+def test_a_method_leaves_out_the_same_neurons_of_sparse_and_of_dense_layers(name: str, kind: Any) -> None:
+    dense = tiny(name)
+    stats = torch_pi2.profile(dense, IDS, **HOW)
+    methods = torch_pi2.fit(dense, IDS, stats=stats, method=kind(), **HOW)
+    with torch.no_grad(), torch_pi2.trying(dense, methods):
+        wanted = dense(IDS[:2]).logits
+    assert (wanted - logits(dense)).abs().max() > 1e-3
+    model = optimised(name, kind(), stats=stats, predictors=methods)
+    torch.testing.assert_close(logits(model), wanted, atol=1e-4, rtol=1e-4)
+    assert model.torch_pi2.lossy
+    assert model.torch_pi2.loss_change is None
+    card = next(iter(methods.values())).card
+    assert 0.3 < card.predicted_active < 0.6
+    assert card.bytes > 0
+
+
+@pytest.mark.parametrize("weights", ["float", "int4", "int8"])
+@pytest.mark.parametrize("kind", [Largest, Cuts])
+def test_a_method_is_saved_and_loaded_with_its_model(kind: Any, weights: str, tmp_path: Path) -> None:
+    model = optimised("llama", kind(), weights=weights)
+    torch_pi2.save(model, tmp_path)
+    loaded = torch_pi2.load(tmp_path)
+    assert torch.equal(logits(loaded), logits(model))
+    assert torch.equal(logits(copy.deepcopy(loaded)), logits(model))
+    own = loaded.torch_pi2.predictors[sparse_layers(loaded)[0].site.key]
+    assert type(own) is kind
+    assert vars(own).keys() == vars(model.torch_pi2.predictors[sparse_layers(model)[0].site.key]).keys()
+    made_by = loaded.torch_pi2.plan.made_by["config"]
+    assert made_by["custom"]["name"] == kind.name
+
+
+def decoded(decoder: Decoder, tokens: int = 40) -> torch.Tensor:
+    said = [decoder.prompt(IDS[:3, :5])]
+    for _ in range(tokens - 1):
+        said.append(decoder.step(said[-1]))
+    return torch.cat(said, 1)
+
+
+def test_generated_tokens_are_those_of_the_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the plain and the recorded step, one sequence and three; and a change between two answers is seen."""
+    calls = []
+    for kind in (Largest, Recorded):
+        model = optimised("llama", kind(), weights="int4")
+        asked = kind.select
+
+        def counted(self: Any, x_TH: torch.Tensor, asked: Any = asked) -> Any:
+            calls.append(len(x_TH))
+            return asked(self, x_TH)
+
+        monkeypatch.setattr(kind, "select", counted)
+        for share in (0.5, 0.1):
+            for layer in sparse_layers(model):
+                layer.custom.share = share
+            before = len(calls)
+            made = decoded(Decoder(model, max_tokens=64, batch=3))
+            asked_for = len(calls) - before
+            if kind is Largest:
+                assert asked_for >= 39 * len(sparse_layers(model))
+            assert torch.equal(decoded(Decoder(model, max_tokens=64, batch=3, recorded=False)), made)
+        monkeypatch.undo()
+
+
+class Counted(Largest):
+    recordable = True
+    calls: list[int] = []  # noqa: RUF012 shared by all layers
+
+    def select(self, x_TH: torch.Tensor) -> torch.Tensor:
+        self.calls.append(len(x_TH))
+        return super().select(x_TH)
+
+
+def test_recorded_steps_do_not_call_a_recordable_method() -> None:
+    model = optimised("llama", Counted(), weights="int4")
+    steps, layers = 60, len(sparse_layers(model))
+    Counted.calls.clear()
+    decoded(Decoder(model, max_tokens=128, batch=3), steps)
+    assert 0 < Counted.calls.count(3) < steps // 2 * layers
+
+
+def test_a_registered_name_stands_for_the_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = optimised("llama", "largest")
+    assert model.torch_pi2.plan.layers[0].method == "custom"
+    monkeypatch.delitem(registry.registered, "cuts")
+    with pytest.raises(ConfigError, match="found 'cuts'"):
+        torch_pi2.Config(method="cuts")
+    point = type("Point", (), {"name": "cuts", "load": lambda self: Cuts})()
+    monkeypatch.setattr(registry, "entry_points", lambda group, name: [point] if name == "cuts" else [])
+    assert torch_pi2.Config(method="cuts").method == "custom"
+
+
+def test_a_file_with_an_unknown_method_says_how_to_load_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    torch_pi2.save(optimised("llama", Largest()), tmp_path)
+    monkeypatch.delitem(registry.registered, "largest")
+    with pytest.raises(ConfigError, match=r"found 'largest'.*import the module that registers it"):
+        torch_pi2.load(tmp_path)
+
+
+class Wrong(Largest):
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self._result = result
+
+    def select(self, x_TH: torch.Tensor) -> Any:
+        return self._result(super().select(x_TH))
+
+
+@pytest.mark.parametrize(
+    ("result", "error", "words"),
+    [
+        (lambda mask: mask.float(), DtypeError, "expected a bool tensor, found torch.float32"),
+        (lambda mask: mask[:, :-1], ShapeError, "tokens, and neurons in the model's order"),
+        (lambda mask: None, DtypeError, "found NoneType"),
+    ],
+)
+def test_what_select_must_not_return_is_said_while_fitting(result: Any, error: type[Pi2Error], words: str) -> None:
+    with pytest.raises(error, match=words):
+        optimised("llama", Wrong(result))
+
+
+def test_settings_that_cannot_be_saved_are_refused_while_fitting() -> None:
+    method = Largest()
+    method.labels = {"x": object()}  # type: ignore[dict-item]
+    with pytest.raises(ConfigError, match="labels of method Largest: expected what JSON can hold"):
+        optimised("llama", method)
+
+
+class WrongCuts(Cuts):
+    def __init__(self, cut: float, size: int | None = None) -> None:
+        self.cut, self.size = cut, size
+
+    def fit(self, layer: torch_pi2.LayerSamples) -> None:
+        self.cut_I = torch.full((self.size or layer.site.intermediate,), self.cut)
+
+
+@pytest.mark.parametrize(("wrong", "error"), [((0.1, 3), ShapeError), ((float("nan"),), ConfigError)])
+def test_cuts_must_be_numbers_for_every_neuron(wrong: Any, error: type[Pi2Error]) -> None:
+    with pytest.raises(error, match=r"WrongCuts.cut_I: expected"):
+        optimised("llama", WrongCuts(*wrong))
+
+
+def test_uses_without_python_are_refused_by_name(tmp_path: Path) -> None:
+    model = optimised("llama", Largest())
+    torch_pi2.save(model, tmp_path / "saved")
+    with pytest.raises(ConfigError, match=r"export: expected methods that kernels know, found a SparseMethod"):
+        torch_pi2.export(model, tmp_path / "bundle", max_tokens=32)
+    with pytest.raises(ConfigError, match=r"pack\(ranks=2\): expected methods that kernels know"):
+        torch_pi2.pack(tmp_path / "saved", tmp_path / "shards", ranks=2)
+
+
+def test_names_are_checked_when_they_are_registered() -> None:
+    for bad in (int, type("Bad", (torch_pi2.SparseMethod,), {}), type("Bad", (Cuts,), {"name": "exact"})):
+        with pytest.raises(ConfigError):
+            torch_pi2.register_method(bad)  # type: ignore[type-var]
+    unnamed = type("Unnamed", (Largest,), {})
+    with pytest.raises(ConfigError, match="saving method Unnamed"):
+        optimised("llama", unnamed()).torch_pi2.predictors["model.layers.0.mlp"].fields()
+
+
+@torch.no_grad()
+def test_compiled_models_ask_the_method() -> None:
+    model = optimised("llama", Recorded(), weights="int4")
+    wanted = logits(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="torch_pi2")
+    torch.testing.assert_close(logits(compiled), wanted, atol=1e-4, rtol=1e-4)
