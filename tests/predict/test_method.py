@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import tiny
+from transformers import MixtralConfig, MixtralForCausalLM
 
 import torch_pi2
 from torch_pi2.decode.decoder import Decoder
@@ -53,6 +54,13 @@ class Cuts(torch_pi2.SparseMethod):
 
     def fit(self, layer: torch_pi2.LayerSamples) -> None:
         self.cut_I = layer.gate_TI().abs().quantile(0.6, dim=0)
+
+
+def tiny_mixture() -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 4, "num_experts_per_tok": 2}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return MixtralForCausalLM(MixtralConfig(vocab_size=64, **sizes, **heads, initializer_range=0.3)).eval()
 
 
 @pytest.fixture(scope="module", params=["llama", "llama-relu", "opt"])
@@ -236,3 +244,36 @@ def test_compiled_models_ask_the_method() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="torch_pi2")
     torch.testing.assert_close(logits(compiled), wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_experts_have_methods_of_their_own() -> None:
+    dense = tiny_mixture()
+    stats = torch_pi2.profile(dense, IDS, **HOW)
+    methods = torch_pi2.fit(dense, IDS, stats=stats, method=Largest(0.3), **HOW)
+    assert len(methods) == sum(site.experts is not None for site in torch_pi2.find_sites(dense))
+    with torch.no_grad(), torch_pi2.trying(dense, methods):
+        wanted = dense(IDS[:2]).logits
+    assert (wanted - logits(dense)).abs().max() > 1e-3
+    model = torch_pi2.optimize(tiny_mixture(), stats=stats, predictors=methods, method=Largest(0.3), **HOW)
+    torch.testing.assert_close(logits(model), wanted, atol=1e-4, rtol=1e-4)
+    with pytest.raises(ConfigError, match="a method with select: an expert has one threshold"):
+        torch_pi2.optimize(tiny_mixture(), IDS, method=Cuts(), **HOW)
+
+
+@pytest.mark.parametrize("weights", ["float", "int4"])
+@pytest.mark.parametrize("mixture", [False, True])
+def test_over_a_store_the_choice_decides_what_is_read(mixture: bool, weights: str, tmp_path: Path) -> None:
+    read = {}
+    for share in (0.1, 0.5):
+        method = Largest(share)
+        dense = tiny_mixture() if mixture else tiny("llama")
+        model = torch_pi2.optimize(dense, IDS, method=method, weights=weights, **HOW)
+        folder = tmp_path / str(share)
+        torch_pi2.save(model, folder / "saved")
+        torch_pi2.pack(folder / "saved", folder / "store")
+        reads = torch_pi2.OffloadConfig(policy="none", preload=False, gap_bytes=0)
+        over = torch_pi2.load(folder / "store", budget="1GiB", offload=reads)
+        torch_pi2.stats(over, reset=True)
+        assert torch.equal(logits(over), logits(model))
+        read[share] = torch_pi2.stats(over)["wanted"]
+    assert 0 < read[0.1] < 0.8 * read[0.5]

@@ -215,7 +215,7 @@ def with_gates(budget: Budget, store: StoreReader, plan: Plan, model_config: Any
 
     gates: dict[int, int] = {}
     if store.shard is None and (apart or left < whole) and config.engine != "mmap":
-        gates = kept_gates(store.entries, plan, left)
+        gates = kept_gates(store.entries, plan, left, beside=True)
         # with gates fewer neurons are wanted, but fewer are in memory
         if not apart and wanted(gates) * (whole - left + sum(gates.values())) >= wanted({}) * (whole - left):
             gates = {}
@@ -223,14 +223,15 @@ def with_gates(budget: Budget, store: StoreReader, plan: Plan, model_config: Any
     return made.with_total(budget.total, Path(store.path).parent.parent)
 
 
-def kept_gates(entries: Sequence[LayerEntry], plan: Plan, room: int) -> dict[int, int]:
+def kept_gates(entries: Sequence[LayerEntry], plan: Plan, room: int, beside: bool = False) -> dict[int, int]:
     """Number -> bytes of the layers whose gates are kept in ``room`` bytes: those that every token needs come first.
-    Before experts' gates come the other rows of these layers, which more tokens want.
+    ``beside``: the other rows of these layers, which more tokens want than an expert's gates, need the room, too.
     """
     gates: dict[int, int] = {}
     sizes = [gate_bytes(entry, layer) for entry, layer in zip(entries, plan.layers)]
     routed = [layer.site.experts is not None for layer in plan.layers]
-    slots = sum((e.slot_bytes + SLOT_BYTES) * e.slots_in_file for e, of_expert in zip(entries, routed) if not of_expert)
+    slots = sum((e.slot_bytes + SLOT_BYTES) * e.slots_in_file for e, expert in zip(entries, routed) if not expert)
+    slots *= beside
     for index in sorted(range(len(entries)), key=routed.__getitem__):
         if 0 < sizes[index] <= room - slots * routed[index]:
             gates[index] = sizes[index]

@@ -78,6 +78,8 @@ class SparseExperts(nn.Module):
     cuts: list[float]
     errors: list[float]
     output_errors: list[float | None]
+    #: A ``SparseMethod`` for each expert; empty: none.
+    customs: tuple[Any, ...]
 
     def __init__(self, parts: Iterable[SparseFFN], experts: int) -> None:
         super().__init__()
@@ -97,7 +99,7 @@ class SparseExperts(nn.Module):
         self.weights, self.int8_activations, self._dtype = first.weights, first.int8_activations, first.dtype
         self.predictor_weights = first.predictor_weights
         self.has_predictor, self.predictor_kind = first.has_predictor, first.predictor_kind
-        if not self.has_predictor:
+        if not self.has_predictor or self.customs:
             self.cuts = []
         if not any(self.thresholds):
             self.thresholds = []
@@ -110,6 +112,7 @@ class SparseExperts(nn.Module):
 
     def _stack(self, part: SparseFFN, experts: int) -> None:
         self.sites, self.thresholds, self.cuts, self.errors, self.output_errors = (), [], [], [], []
+        self.customs = ()
         for name in _STACKED:
             tensor = part._buffers[name]
             stack = None
@@ -120,6 +123,7 @@ class SparseExperts(nn.Module):
     def _add(self, expert: int, part: SparseFFN, first: SparseFFN) -> None:
         _check_alike(part, first)
         self.sites += (part.site,)
+        self.customs += () if part.custom is None else (part.custom,)
         self.thresholds.append(part.threshold)
         self.cuts.append(part.predictor_threshold)
         self.errors.append(part.error)
@@ -154,6 +158,7 @@ class SparseExperts(nn.Module):
         part.error, part.output_error = self.errors[expert], self.output_errors[expert]
         part.threshold = self.thresholds[expert] if self.thresholds else 0.0
         part.predictor_threshold = self.cuts[expert] if self.cuts else 0.0
+        part.custom = self.customs[expert] if self.customs else None
         return part
 
     def experts(self) -> list[SparseFFN]:
@@ -200,7 +205,7 @@ class SparseExperts(nn.Module):
         if on_gpu(x):
             y = torch.ops.pi2.gathered_experts(*routed, *self.asked(self.cuts_E, self.thresholds_E), *stored)
         else:
-            asked = self.asked(self.cuts, self.thresholds)
+            asked = self.asked(self.cuts, self.thresholds, x, index)
             y = torch.ops.pi2.experts_ffn(*routed, *asked, *stored, *self.biases())
         return y
 
@@ -213,13 +218,23 @@ class SparseExperts(nn.Module):
         if any(bias is not None for bias in self.biases()):
             raise stays(f"{self.site.key}, whose experts have biases")
 
-    def asked(self, cuts: Any, thresholds: Any) -> tuple[Any, ...]:
-        """The operators' arguments from the predictor to the thresholds."""
-        return *self._predicted(cuts), self.site.activation, self.site.activation_on_up, thresholds
+    def asked(self, cuts: Any, thresholds: Any, *routed: torch.Tensor) -> tuple[Any, ...]:
+        """The operators' arguments from the predictor to the thresholds; ``routed``: input and indices of experts."""
+        predicted = ([self._chosen(*routed)], "mask", [], "", False) if self.customs else self._predicted(cuts)
+        return *predicted, self.site.activation, self.site.activation_on_up, thresholds
 
     def _predicted(self, cuts: Any) -> tuple[Any, ...]:
         rows = self.predictor_weights
         return self.predictor(), self.predictor_kind, cuts, rows, self.int8_activations and bool(rows)
+
+    def _chosen(self, x_TH: torch.Tensor, index_Tk: torch.Tensor) -> torch.Tensor:
+        """What the methods choose: bool ``[T, k, I]``, each token's neurons of each of its experts."""
+        mask_TkI = torch.zeros((*index_Tk.shape, self.site.intermediate), dtype=torch.bool)
+        for expert in index_Tk.unique().tolist():
+            if expert < len(self.customs):
+                t, k = torch.nonzero(index_Tk == expert, as_tuple=True)
+                mask_TkI[t, k] = self.customs[expert].selected(x_TH[t], self.site.intermediate)[:, self.order[expert]]
+        return mask_TkI
 
     def split_off(self, there: Sequence[int], link: TransferBuffer, neuron_rows: torch.Tensor | None = None) -> None:
         """Compute the experts ``there`` on the GPU of ``link``, where inputs and results are from then on."""
@@ -350,6 +365,8 @@ class OffloadedExperts(InStore, SparseExperts):
         def floats(vector: torch.Tensor | None) -> torch.Tensor | None:
             return None if vector is None else vector.float().contiguous()
 
+        if self.customs:
+            return
         self._announced = router, before
         stored = self.store.number, before.first_layer, self.first_layer, len(self.sites)
         routed = router.weight.contiguous(), floats(router.bias), floats(router.correction), router.chosen
@@ -379,7 +396,7 @@ class OffloadedExperts(InStore, SparseExperts):
 
     def compute(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
         routed, stored = (x, index, routing), (self.store.number, self.first_layer, len(self.sites))
-        asked = self.asked(self.cuts, self.thresholds)
+        asked = self.asked(self.cuts, self.thresholds, x, index)
         return self.read(torch.ops.pi2.stored_experts, *routed, *stored, *asked, self.int8_activations, *self.biases())
 
 

@@ -235,6 +235,7 @@ class Activations(Mapping[str, dict[str, torch.Tensor]]):
     recording did not end, or damage.
     """
 
+    @checked
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         path = self.folder / INDEX

@@ -103,6 +103,9 @@ def _plan_custom(dense: LayerPlan, method: Any) -> LayerPlan:
     active, cut_I = method.card.predicted_active, getattr(method, "cut_I", None)
     if cut_I is None:
         return replace(dense, method=Method.CUSTOM, n_hot=0, expected_active=active)
+    if dense.site.experts is not None:
+        expected, fix = "a method with select: an expert has one threshold", "Give the method select, without cut_I."
+        raise ConfigError(f"method of {dense.site.key}", expected=expected, found="cut_I", fix=fix)
     thresholds = cut_I.detach().float().cpu()
     least = max(float(thresholds.max()), torch.finfo(torch.float32).tiny)
     how: dict[str, Any] = {"threshold": least, "thresholds": thresholds}

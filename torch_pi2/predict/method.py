@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import torch
 
-from torch_pi2.base.fields import Field, shown
+from torch_pi2.base.fields import Field, checked, shown
 from torch_pi2.errors import ConfigError, DtypeError, ShapeError
 from torch_pi2.predict.cold import Cold
 from torch_pi2.types.method import Method, PredictorCard, find_method, registered
@@ -158,6 +158,7 @@ class SparseMethod:
 Kind = TypeVar("Kind", bound=type[SparseMethod])
 
 
+@checked
 def register_method(cls: Kind) -> Kind:
     """Let files and ``--method`` find the subclass ``cls`` of :class:`SparseMethod` by its ``name``; returns ``cls``.
 
