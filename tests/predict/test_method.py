@@ -189,7 +189,7 @@ class Wrong(Largest):
     ("result", "error", "words"),
     [
         (lambda mask: mask.float(), DtypeError, "expected a bool tensor, found torch.float32"),
-        (lambda mask: mask[:, :-1], ShapeError, "tokens, and neurons in the model's order"),
+        (lambda mask: mask[:, :-1], ShapeError, "tokens and neurons in the model's order"),
         (lambda mask: None, DtypeError, "found NoneType"),
     ],
 )
@@ -277,3 +277,86 @@ def test_over_a_store_the_choice_decides_what_is_read(mixture: bool, weights: st
         assert torch.equal(logits(over), logits(model))
         read[share] = torch_pi2.stats(over)["wanted"]
     assert 0 < read[0.1] < 0.8 * read[0.5]
+
+
+@torch_pi2.register_method
+class ByPrompt(torch_pi2.SparseMethod):
+    """As GRIFFIN (arXiv 2404.01365): the norms of each token's products, of length one."""
+
+    name = "by-prompt"
+    scope = "prompt"
+    recordable = True
+
+    def __init__(self, share: float = 0.4) -> None:
+        self.share = share
+
+    def prompt_scores(self, x_TH: torch.Tensor, h_TI: torch.Tensor) -> torch.Tensor:
+        assert len(x_TH) == len(h_TI)
+        return (h_TI / h_TI.norm(dim=1, keepdim=True)).square().sum(0)
+
+    def choose(self, score_I: torch.Tensor) -> torch.Tensor:
+        mask_I = torch.zeros(len(score_I), dtype=torch.bool)
+        mask_I[score_I.topk(int(self.share * len(score_I))).indices] = True
+        return mask_I
+
+
+def by_hand(model: Any, ids: torch.Tensor, tokens: int, fed: int = 0) -> list[int]:
+    """Greedy tokens of one sequence with masks of the prompt's choice, by hooks on the dense ``model``. ``fed``: last
+    tokens of the prompt that follow the choice.
+    """
+    method, prompt = ByPrompt(), ids.shape[1] - fed
+
+    def choose(module: Any, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        h_TI = args[0][0]
+        chosen_I = method.choose(method.prompt_scores(h_TI[:prompt], h_TI[:prompt]))
+        return (torch.cat((h_TI[:prompt], h_TI[prompt:] * chosen_I))[None],)
+
+    hooks = [y.mlp.down_proj.register_forward_pre_hook(choose) for y in model.model.layers]
+    with torch.no_grad():
+        for _ in range(tokens):
+            ids = torch.cat((ids, model(ids).logits[:, -1:].argmax(-1)), 1)
+    for hook in hooks:
+        hook.remove()
+    return ids[0, prompt + fed :].tolist()
+
+
+def test_a_prompt_chooses_for_its_own_sequence() -> None:
+    prompts = [IDS[i : i + 1, : 7 + 2 * i] for i in range(3)]
+    model = optimised("llama", ByPrompt())
+    for prompt in prompts:
+        made, plain = (torch_pi2.generate(m, prompt, max_new_tokens=30).sequences[0] for m in (model, tiny("llama")))
+        assert made == by_hand(tiny("llama"), prompt, 30)[: len(made)]  # it ends with the token that says so
+        assert made != plain
+    wanted = [by_hand(tiny("llama"), prompt, 30, fed=1) for prompt in prompts]
+    for how in ({}, {"recorded": False}, {"chunk_tokens": 4}):
+        decoder = Decoder(model, max_tokens=64, batch=3, **how)
+        for prompt in prompts:  # several lengths, one after another
+            for _ in decoder.add(prompt):
+                pass
+        fed = torch.stack([prompt[0, -1:] for prompt in prompts])
+        said = [decoder.step(fed)]
+        for _ in range(29):
+            said.append(decoder.step(said[-1]))
+        assert torch.cat(said, 1).tolist() == wanted
+
+
+def test_the_first_half_is_the_prompt_without_a_decoder() -> None:
+    model, dense = optimised("llama", ByPrompt(1.0)), tiny("llama")
+    torch.testing.assert_close(logits(model), logits(dense), atol=1e-4, rtol=1e-4)
+    model = optimised("llama", ByPrompt(0.2))
+    with torch.no_grad():
+        torch.testing.assert_close(model(IDS[:2]).logits, logits(dense), atol=1e-4, rtol=1e-4)
+    got, half = logits(model), IDS.shape[1] // 2
+    torch.testing.assert_close(got[:, :half], logits(dense)[:, :half], atol=1e-4, rtol=1e-4)
+    assert (got - logits(dense))[:, half:].abs().max() > 1e-2
+
+
+def test_what_a_choice_by_prompt_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="scope 'token': the tokens of a sequence go to different experts"):
+        torch_pi2.optimize(tiny_mixture(), IDS, method=ByPrompt(), **HOW)
+    with pytest.raises(ConfigError, match=r"trying, method of .*: expected scope 'token'"):
+        torch_pi2.trying(tiny("llama"), ByPrompt())
+    torch_pi2.save(optimised("llama", ByPrompt()), tmp_path / "saved")
+    torch_pi2.pack(tmp_path / "saved", tmp_path / "store")
+    with pytest.raises(ConfigError, match=r"over a store: expected scope 'token'"):
+        torch_pi2.load(tmp_path / "store", budget="1GiB")

@@ -36,6 +36,7 @@ from torch_pi2.decode.state_steps import fast_states
 from torch_pi2.decode.step_graph import Forward, GraphRunner, StepGraph, captured, on_device, record, repeat
 from torch_pi2.distributed.pipeline_parallel import without_logits
 from torch_pi2.errors import ConfigError, DeviceError, DtypeError, ShapeError, UnsupportedModelError
+from torch_pi2.layers.choices import choosing
 from torch_pi2.layers.gpu import device_of
 from torch_pi2.layers.lazy import LazyDown
 from torch_pi2.layers.of_model import homes, replacements
@@ -242,7 +243,13 @@ class Decoder:
 
     def _forward(self, ids_BT: torch.Tensor, of_each: bool) -> torch.Tensor:
         """Next tokens or logits; ``of_each``: logits ``[T, V]`` of all tokens, each computed as if it came alone."""
-        with packed_attention(self.model), self._steps_of_states(), single_steps() if of_each else nullcontext():
+        choices = choosing(self._kv.choices(slice(len(ids_BT)), reading=False))
+        with (
+            packed_attention(self.model),
+            self._steps_of_states(),
+            single_steps() if of_each else nullcontext(),
+            choices,
+        ):
             if of_each:
                 return self.model(**self._inputs(ids_BT)).logits[0]
             return self._answer(self.model(**self._inputs(ids_BT), logits_to_keep=1).logits)
@@ -450,7 +457,9 @@ class Decoder:
             if self._positions and self._kv.has_attention:  # Bamba would count from 0 again
                 inputs["position_ids"] = torch.arange(at, at + ids_BT.shape[1], device=self.device).expand_as(ids_BT)
         where = on_device(self.device), packed_attention(self.model), self._steps_of_states()
-        with where[0], where[1], where[2], chunks_of_prompt(of_tokens), how or nullcontext(), watch:
+        first = self._adding or 0
+        choices = choosing(self._kv.choices(slice(first, first + len(ids_BT)), reading=True))
+        with where[0], where[1], where[2], choices, chunks_of_prompt(of_tokens), how or nullcontext(), watch:
             output = self.model(input_ids=ids_BT, use_cache=True, logits_to_keep=1, **inputs)
         return self._answer(output.logits)
 

@@ -16,6 +16,8 @@ from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.fields import Field
 from torch_pi2.base.memory import untouched_zeros
 from torch_pi2.errors import DtypeError, OutOfMemoryError, UnsupportedModelError
+from torch_pi2.layers.choices import Choices
+from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.ops import load
 
 #: A number of tokens and recurrent states after them, by layer.
@@ -289,6 +291,10 @@ class KeyValues:
         ]
         self._memory = [memory for memory, _ in self._layers if memory is not None]
         self.states = [memory for _, memory in self._layers if memory is not None]
+        chosen = [y.site.key for y in sparse_layers(model) if y.custom is not None and y.custom.scope == "prompt"]
+        #: Numbers of the layers whose methods choose by prompt, and the memory of their choices.
+        self.choosers, self.chosen = {key: number for number, key in enumerate(chosen)}, StateMemory(rows, 0)
+        self.states += [self.chosen] if chosen else []
         self.has_attention = bool(self._memory)
         self._others = [layer for layer, part in zip(self._template.layers, parts, strict=True) if part == (False, 0)]
         self._template = DynamicCache() if grows else self._template
@@ -297,6 +303,10 @@ class KeyValues:
         self._written = [0] * rows  # tokens of each row that may have been written
         self._stepping: dict[int, Any] = {}
 
+    def choices(self, rows: slice, reading: bool) -> Choices | None:
+        """Where methods that choose by prompt keep what they have chosen, if there are any."""
+        return Choices(self.chosen, self.choosers, rows, reading) if self.choosers else None
+
     def reading(self, first: int, rows: int, tokens: int, known: int = 0) -> Any:
         """A cache for prompts of ``tokens`` tokens in ``rows`` rows from ``first`` on, which keep the ``known`` first.
 
@@ -304,6 +314,8 @@ class KeyValues:
         """
         taken = slice(first, first + rows)
         self.lengths[taken].zero_()
+        for tensor in self.chosen.tensors.values() if not known else ():
+            tensor[taken].zero_()
         most = max(self._written[taken])
         for memory in self._memory if most > known else []:
             for tensor in memory.tensors():

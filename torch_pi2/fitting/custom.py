@@ -10,7 +10,6 @@ from torch import nn
 
 from torch_pi2.base.memory import let_go
 from torch_pi2.errors import CalibrationError, ConfigError, ShapeError
-from torch_pi2.fitting.train import measure
 from torch_pi2.graph.routed import intermediate
 from torch_pi2.ops.activations import ACTIVATIONS
 from torch_pi2.predict.method import SparseMethod
@@ -62,33 +61,41 @@ def fit_method(method: SparseMethod, model: nn.Module, site: FFNSite, samples: S
     floats = FFNWeights(*(None if w is None else w.detach().float() for w in weights))  # type: ignore[arg-type]
     with torch.no_grad():
         own.fit(LayerSamples(site, floats, some.x_NH.float(), some.fired()))
-        cut_I = getattr(own, "cut_I", None)
-        if cut_I is None:
-            own.selected(others.x_NH[:1], site.intermediate)
-            own.card = measure(own, others, site, weights=weights)
-        else:
-            own.card = _card_of_cuts(own, cut_I, site, floats, others)
+        own.card = _card(own, LayerSamples(site, floats, others.x_NH.float(), others.fired()))
     let_go(model, weights)
     own.settings()
     return own
 
 
-def _card_of_cuts(
-    method: SparseMethod, cut_I: Any, site: FFNSite, weights: FFNWeights, others: Samples
-) -> PredictorCard:
-    if not isinstance(cut_I, torch.Tensor) or cut_I.shape != (site.intermediate,):
-        found = str(tuple(getattr(cut_I, "shape", ()))) or type(cut_I).__name__
-        fix = "Set a threshold for each neuron in fit."
-        raise ShapeError(f"{type(method).__name__}.cut_I", expected=f"({site.intermediate},)", found=found, fix=fix)
+def _card(method: SparseMethod, held_back: LayerSamples) -> PredictorCard:
+    site, h_NI, cut_I = held_back.site, held_back.h_TI(), getattr(method, "cut_I", None)
+    if cut_I is not None:
+        _check_cuts(f"{type(method).__name__}.cut_I", cut_I, site.intermediate)
+        kept_NI = held_back.gate_TI().abs() > cut_I
+    elif method.scope == "prompt":  # one sequence, whose first half chooses for the other
+        half = -(-len(h_NI) // 2)
+        chosen_I = method.chosen(method.prompt_scores(held_back.x_TH[:half], h_NI[:half]).float())
+        kept_NI = chosen_I.expand_as(h_NI)
+    else:
+        kept_NI = torch.cat([method.selected(x, site.intermediate) for x in held_back.x_TH.split(1024)])
+    fired_NI, mass_NI = held_back.fired_TI, h_NI.abs() * held_back.weights.down.norm(dim=0)
+    both, share = float((kept_NI & fired_NI).sum()), float(kept_NI.float().mean())
+    fired, kept, mass = float(fired_NI.sum()), float(kept_NI.sum()), float(mass_NI.sum(dtype=torch.float64))
+    own_bytes = 0 if cut_I is not None else method.read_bytes()
+    return PredictorCard(
+        recall=both / fired if fired else 1.0,
+        precision=both / kept if kept else 1.0,
+        predicted_active=share,
+        bytes=sum(tensor.nbytes for tensor in method.tensors().values()),
+        cost_share=own_bytes / (2 * site.rows_per_neuron * site.hidden * site.intermediate),  # of 16-bit weights
+        mass_recall=float((mass_NI * kept_NI).sum(dtype=torch.float64)) / mass if mass else 1.0,
+    )
+
+
+def _check_cuts(what: str, cut_I: Any, neurons: int) -> None:
+    if not isinstance(cut_I, torch.Tensor) or cut_I.shape != (neurons,):
+        found = str(tuple(cut_I.shape)) if isinstance(cut_I, torch.Tensor) else type(cut_I).__name__
+        raise ShapeError(what, expected=f"({neurons},)", found=found, fix="Set a threshold for each neuron in fit.")
     if not bool(((cut_I >= 0) & cut_I.isfinite()).all()):
         fix = "Use a large finite number for a neuron that is never computed."
-        raise ConfigError(
-            f"{type(method).__name__}.cut_I", expected="finite numbers of 0 or more", found="others", fix=fix
-        )
-    gate_NI, h_NI = intermediate(site, weights, others.x_NH.float())
-    kept_NI, fired_NI = ACTIVATIONS[site.activation](gate_NI).abs() > cut_I, others.fired()
-    mass_NI = h_NI.abs() * weights.down.norm(dim=0)
-    both, share = float((kept_NI & fired_NI).sum()), float(kept_NI.float().mean())
-    recall, precision = both / max(1.0, float(fired_NI.sum())), both / max(1.0, float(kept_NI.sum()))
-    mass = float((mass_NI * kept_NI).sum() / mass_NI.sum().clamp(min=1e-30))
-    return PredictorCard(recall, precision, share, cut_I.nbytes, cost_share=0.0, mass_recall=mass)
+        raise ConfigError(what, expected="finite numbers of 0 or more", found="others", fix=fix)

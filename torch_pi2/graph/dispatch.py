@@ -266,6 +266,9 @@ def trying(model: nn.Module, methods: Any) -> PredictedMaskMode:
     chosen = methods if isinstance(methods, Mapping) else {site.key: methods.copy() for site in sites}
     if unknown := sorted(chosen.keys() - {site.key for site in sites}):
         raise ConfigError("trying", expected="keys of find_sites(model)", found=unknown[0], fix="Correct the key.")
+    if prompts := [key for key, method in chosen.items() if getattr(method, "scope", "token") == "prompt"]:
+        fix = "Use torch_pi2.optimize(model, text, method=...)."
+        raise ConfigError(f"trying, method of {prompts[0]}", expected="scope 'token'", found="scope 'prompt'", fix=fix)
     cut_I = {key: method.cut_I for key, method in chosen.items() if getattr(method, "cut_I", None) is not None}
     return PredictedMaskMode(model, sites, {k: None if k in cut_I else m for k, m in chosen.items()}, None, cut_I)
 

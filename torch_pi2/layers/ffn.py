@@ -15,6 +15,7 @@ from torch_pi2.base.memory import new_tensor
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import FLOAT, PAIRS, neuron_shape
 from torch_pi2.layers.checks import check_ffn_input, check_method, needs_eval, result_dtype
+from torch_pi2.layers.choices import by_prompt
 from torch_pi2.layers.gpu import HybridFFN, TransferBuffer, check_gpu_has_kernels, check_together, stays, stays_as_it_is
 from torch_pi2.layers.prompt import decoded_together, has_tiles, prompt_ffn, skips_predictor, takes_prompt_path
 from torch_pi2.layers.rows import DenseForm, convert, make_quantized_rows, make_rows, permuted
@@ -220,6 +221,8 @@ class SparseFFN(DenseForm):
             raise needs_eval(self.site)
         if self.split is not None:
             y = self.split(self, x)
+        elif self.custom is not None and self.custom.scope == "prompt":
+            y = by_prompt(self, x)
         elif takes_prompt_path(self, x):
             y = prompt_ffn(self, x)
         else:

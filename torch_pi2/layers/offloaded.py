@@ -404,6 +404,9 @@ class OffloadedFFN(InStore, SparseFFN):
     ) -> OffloadedFFN:
         """As :meth:`SparseFFN.empty` (``settings``: its arguments), with the neurons of a layer of ``store``."""
         layer = cls.empty(site, layer_plan, kind, **settings)
+        if layer.custom is not None and layer.custom.scope == "prompt":
+            expected, fix = "scope 'token': every product of a prompt would be needed", "Load it without a budget."
+            raise ConfigError(f"method of {site.key}, over a store", expected=expected, found="scope 'prompt'", fix=fix)
         assert isinstance(layer, OffloadedFFN)
         layer._store, layer.store_layer = (store,), store_layer  # a tuple: not a module
         layer._gates = Gates()

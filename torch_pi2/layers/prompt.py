@@ -40,6 +40,8 @@ class _CallMode(threading.local):
     prompt_tokens = 0
     sparse_only = False
     single_steps = False
+    #: Where methods keep what a prompt has chosen (:class:`torch_pi2.layers.choices.Choices`), or None.
+    choices: Any = None
 
 
 call_mode = _CallMode()
@@ -191,18 +193,19 @@ def _of_factors(dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
-def prompt_ffn(layer: PromptLayer, x: torch.Tensor) -> torch.Tensor:
-    """``layer(x)`` for ``x [..., H]`` with every neuron computed; the result has ``x``'s dtype.
+def prompt_ffn(layer: PromptLayer, x: torch.Tensor, products: list[torch.Tensor] | None = None) -> torch.Tensor:
+    """``layer(x)`` for ``x [..., H]`` with every neuron computed; the result has ``x``'s dtype. ``products``: gets the
+    input of down, float32 ``[T, slice of neurons]`` in plan order.
 
     Everything is in float32, as in the sparse operator, except products of bfloat16 inputs, which PyTorch rounds to
     bfloat16. (float16 products could overflow.) Autocast is ignored, as by the operator. Method ``threshold`` drops
     neurons whose gate is below the cut.
     """
     with torch.autocast("cuda" if x.is_cuda else "cpu", enabled=False):
-        return _prompt_ffn(layer, x)
+        return _prompt_ffn(layer, x, products)
 
 
-def _prompt_ffn(layer: PromptLayer, x: torch.Tensor) -> torch.Tensor:
+def _prompt_ffn(layer: PromptLayer, x: torch.Tensor, products: list[torch.Tensor] | None) -> torch.Tensor:
     site, kind = layer.site, layer.weights
     dtype = _of_factors(x.dtype)
     x_TH = x.reshape(-1, site.hidden).to(dtype)
@@ -238,6 +241,8 @@ def _prompt_ffn(layer: PromptLayer, x: torch.Tensor) -> torch.Tensor:
         if eps:
             squares_T1 += h_TS.square().sum(-1, keepdim=True)
             h_TS = h_TS if layer.bias_up is None else h_TS * layer.bias_up[part]
+        if products is not None:
+            products.append(h_TS)
         y_TH += h_TS.to(dtype) @ row_of_each(neuron_rows, up_row + 1, kind, site.hidden, dtype)
     if eps:
         y_TH *= torch.rsqrt(squares_T1 / site.intermediate + eps)

@@ -101,6 +101,9 @@ def _plan_custom(dense: LayerPlan, method: Any) -> LayerPlan:
     if method is None:
         return dense
     active, cut_I = method.card.predicted_active, getattr(method, "cut_I", None)
+    if method.scope == "prompt" and dense.site.experts is not None:
+        expected, fix = "scope 'token': the tokens of a sequence go to different experts", "Use another method there."
+        raise ConfigError(f"method of {dense.site.key}", expected=expected, found="scope 'prompt'", fix=fix)
     if cut_I is None:
         return replace(dense, method=Method.CUSTOM, n_hot=0, expected_active=active)
     if dense.site.experts is not None:

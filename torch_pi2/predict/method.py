@@ -47,6 +47,10 @@ class SparseMethod:
         recordable: whether :meth:`select` consists of PyTorch's operators on ``x_TH`` and the method's own tensors, so
             that a recorded decoding step may repeat them without calling it. Tensors may be written in place; no
             other attribute may change. False: it is called in every step.
+        scope: ``token``: :meth:`select` is asked about every token. ``prompt``: a sequence's prompt is computed whole
+            and chooses once (:meth:`prompt_scores`, :meth:`choose`), and the tokens after it compute what it has
+            chosen (in ``Decoder.add``, which ``serve`` uses, from the prompt's last token on). In memory, for layers
+            without experts. ``eval`` takes the first half of its windows for prompts.
         cut_I: in place of :meth:`select`: float32 ``[I]``, thresholds on ``|act(gate)|`` (on ``|act(up)|`` in a layer
             without a gate). The kernels compute the gate of every neuron and skip the rest of those below.
         card: what it does on calibration tokens that it was not fitted to, or None.
@@ -54,6 +58,7 @@ class SparseMethod:
 
     name: ClassVar[str] = ""
     recordable: ClassVar[bool] = False
+    scope: ClassVar[str] = "token"
     cut_I: torch.Tensor | None
     card: PredictorCard | None = None
 
@@ -75,6 +80,16 @@ class SparseMethod:
         """
         raise NotImplementedError(f"{type(self).__name__} has neither select nor cut_I")
 
+    def prompt_scores(self, x_TH: torch.Tensor, h_TI: torch.Tensor) -> torch.Tensor:
+        """With scope ``prompt``: float32 ``[I]`` of tokens of a prompt, from the layer's inputs and from what ``down``
+        is multiplied by (float32). A long prompt comes in pieces, whose scores are added.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no prompt_scores")
+
+    def choose(self, score_I: torch.Tensor) -> torch.Tensor:
+        """With scope ``prompt``: which neurons the sequence computes after its prompt, bool ``[I]``."""
+        raise NotImplementedError(f"{type(self).__name__} has no choose")
+
     def read_bytes(self) -> int:
         """Bytes that :meth:`select` reads for a token; by default those of all of the method's tensors."""
         return sum(tensor.nbytes for tensor in self.tensors().values())
@@ -86,17 +101,24 @@ class SparseMethod:
     def selected(self, x: torch.Tensor, intermediate: int) -> torch.Tensor:
         """:meth:`select` for ``x [..., H]``: bool ``[T, I]``. Raises ShapeError, DtypeError: another result."""
         x_TH = x.reshape(-1, x.shape[-1])
-        mask_TI = self.select(x_TH)
+        return self.checked(self.select(x_TH), "select", len(x_TH), intermediate)
+
+    def chosen(self, score_I: torch.Tensor) -> torch.Tensor:
+        """:meth:`choose`: bool ``[I]``. Raises as :meth:`selected`."""
+        return self.checked(self.choose(score_I), "choose", len(score_I))
+
+    def checked(self, mask: torch.Tensor, name: str, *shape: int) -> torch.Tensor:
+        """``mask``, the result of the method ``name``."""
         if torch.compiler.is_compiling():
-            return mask_TI
-        what, fix = f"{type(self).__name__}.select", "Return a bool tensor with a row for each token."
-        if not isinstance(mask_TI, torch.Tensor) or mask_TI.dtype != torch.bool:
-            found = str(getattr(mask_TI, "dtype", type(mask_TI).__name__))
+            return mask
+        what, fix = f"{type(self).__name__}.{name}", "See help(torch_pi2.SparseMethod)."
+        if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
+            found = str(getattr(mask, "dtype", type(mask).__name__))
             raise DtypeError(what, expected="a bool tensor", found=found, fix=fix)
-        if mask_TI.shape != (len(x_TH), intermediate):
-            wanted = f"({len(x_TH)}, {intermediate}): tokens, and neurons in the model's order"
-            raise ShapeError(what, expected=wanted, found=str(tuple(mask_TI.shape)), fix=fix)
-        return mask_TI
+        if mask.shape != shape:
+            wanted = f"{shape}: {'tokens and ' * (len(shape) > 1)}neurons in the model's order"
+            raise ShapeError(what, expected=wanted, found=str(tuple(mask.shape)), fix=fix)
+        return mask
 
     def scores(self, x_TH: torch.Tensor) -> torch.Tensor:
         """:meth:`select` as float32 ``[T, I]``, 1 or 0, for what takes predictors."""
