@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from torch_pi2.export.program import export_program as export_program
     from torch_pi2.export.run import Bundle as Bundle
     from torch_pi2.fitting.custom import LayerSamples as LayerSamples
+    from torch_pi2.fitting.custom import LinearSamples as LinearSamples
     from torch_pi2.graph.dispatch import NeuronClusterMode as NeuronClusterMode
     from torch_pi2.graph.dispatch import trying as trying
     from torch_pi2.graph.find import find_sites as find_sites
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from torch_pi2.planner.for_machine import plan_for as plan_for
     from torch_pi2.planner.supported import supported as supported
     from torch_pi2.planner.zeros import zeros as zeros
+    from torch_pi2.predict.method import InputMethod as InputMethod
     from torch_pi2.predict.method import SparseMethod as SparseMethod
     from torch_pi2.predict.method import register_method as register_method
     from torch_pi2.training.sparsify import sparsify as sparsify
@@ -85,7 +87,7 @@ _FROM = {
     "export.api": ("export",),
     "export.program": ("export_program",),
     "export.run": ("Bundle",),
-    "fitting.custom": ("LayerSamples",),
+    "fitting.custom": ("LayerSamples", "LinearSamples"),
     "graph.dispatch": ("NeuronClusterMode", "trying"),
     "graph.find": ("find_sites",),
     "hf.quantizer": ("Pi2QuantizationConfig",),
@@ -96,7 +98,7 @@ _FROM = {
     "observe.trace": ("trace",),
     "observe.watch": ("watch",),
     "planner.for_machine": ("plan_for",),
-    "predict.method": ("SparseMethod", "register_method"),
+    "predict.method": ("InputMethod", "SparseMethod", "register_method"),
     "planner.supported": ("supported",),
     "planner.zeros": ("zeros",),
     "types.config": ("Config",),

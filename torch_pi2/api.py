@@ -41,10 +41,12 @@ from torch_pi2.planner.for_machine import plan_for, plannable_gpu_bytes
 from torch_pi2.planner.hot_neurons import greedy_plan, hot_cut, plan_without_data
 from torch_pi2.predict import AnyPredictor, check_all_known
 from torch_pi2.predict.file import FittedPredictors
+from torch_pi2.predict.method import InputMethod
 from torch_pi2.profiling.data import MIN_SEQUENCES, MIN_TOKENS, Batch, batches, calibration_batches, first_ids, rows_of
 from torch_pi2.profiling.run import profile as profile_sites
 from torch_pi2.profiling.samples import samples_bytes
 from torch_pi2.rewrite.gpu import checked_memory, hot_on_gpu, on_the_cpu, room_on_gpu
+from torch_pi2.rewrite.inputs import sparsify_inputs
 from torch_pi2.rewrite.rewrite import apply, replaceable
 from torch_pi2.rewrite.rewrite import restore as restore_modules
 from torch_pi2.rewrite.skeleton import on_meta
@@ -365,6 +367,12 @@ def _optimize(
     if data and not measured and 0 < sum(batch.n_tokens for batch in data) < MIN_TOKENS:
         log.warning("fewer than %d tokens tell nothing of how often neurons fire: their order is kept", MIN_TOKENS)
         _optimize_without_data(model, config, progress, data)
+        return
+    if isinstance(config._custom, InputMethod):
+        if not data:
+            expected, fix = "calibration data", "Pass calibration=text."
+            raise CalibrationError("optimize with an InputMethod", expected=expected, found="none", fix=fix)
+        sparsify_inputs(model, data, config._custom, config.weights, progress)
         return
     found, strategies = replaceable(model, _search(model, data))
     if stats is None:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import tiny
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import torch_pi2
+from torch_pi2.base import plugins
 from torch_pi2.decode.decoder import Decoder
 from torch_pi2.errors import ConfigError, DtypeError, Pi2Error, ShapeError
 from torch_pi2.layers.of_model import sparse_layers
@@ -161,17 +162,17 @@ def test_recorded_steps_do_not_call_a_recordable_method() -> None:
 def test_a_registered_name_stands_for_the_method(monkeypatch: pytest.MonkeyPatch) -> None:
     model = optimised("llama", "largest")
     assert model.torch_pi2.plan.layers[0].method == "custom"
-    monkeypatch.delitem(registry.registered, "cuts")
+    monkeypatch.delitem(registry.plugins._known, "cuts")
     with pytest.raises(ConfigError, match="found 'cuts'"):
         torch_pi2.Config(method="cuts")
     point = type("Point", (), {"name": "cuts", "load": lambda self: Cuts})()
-    monkeypatch.setattr(registry, "entry_points", lambda group, name: [point] if name == "cuts" else [])
+    monkeypatch.setattr(plugins, "entry_points", lambda group, name: [point] if name == "cuts" else [])
     assert torch_pi2.Config(method="cuts").method == "custom"
 
 
 def test_a_file_with_an_unknown_method_says_how_to_load_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     torch_pi2.save(optimised("llama", Largest()), tmp_path)
-    monkeypatch.delitem(registry.registered, "largest")
+    monkeypatch.delitem(registry.plugins._known, "largest")
     with pytest.raises(ConfigError, match=r"found 'largest'.*import the module that registers it"):
         torch_pi2.load(tmp_path)
 
@@ -360,3 +361,58 @@ def test_what_a_choice_by_prompt_cannot_do_is_refused_by_name(tmp_path: Path) ->
     torch_pi2.pack(tmp_path / "saved", tmp_path / "store")
     with pytest.raises(ConfigError, match=r"over a store: expected scope 'token'"):
         torch_pi2.load(tmp_path / "store", budget="1GiB")
+
+
+@torch_pi2.register_method
+class Magnitude(torch_pi2.InputMethod):
+    """TEAL (arXiv 2408.14690)."""
+
+    name = "magnitude"
+    recordable = True
+
+    def __init__(self, share: float = 0.5, by_norm: bool = False) -> None:
+        self.share, self.by_norm = share, by_norm
+
+    def fit(self, linear: torch_pi2.LinearSamples) -> None:
+        if self.by_norm:
+            self.scale_K = linear.weight_NK.norm(dim=0)
+        scale_K = 1 if self.scale_K is None else self.scale_K
+        self.threshold = float((linear.x_TK.abs() * scale_K).flatten().quantile(1 - self.share))
+
+
+def wider() -> Any:
+    """Layers that are not too small to be replaced."""
+    torch.manual_seed(0)
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "initializer_range": 0.2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes, **heads)).eval()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("by_norm", [False, True])
+def test_linear_layers_use_the_channels_of_an_input_method(by_norm: bool) -> None:
+    dense, model = wider(), torch_pi2.optimize(wider(), IDS, method=Magnitude(0.4, by_norm), **HOW)
+    layers = {name: m for name, m in model.named_modules() if getattr(m, "is_input_sparse", False)}
+    assert len(layers) == 7 * len(dense.model.layers)
+    torch.testing.assert_close(model(IDS[:2]).logits, dense(IDS[:2]).logits, atol=1e-4, rtol=1e-4)  # a prompt
+
+    def masked(name: str, x: torch.Tensor) -> torch.Tensor:
+        method = layers[name].custom
+        return x * (x.abs() * (1 if method.scale_K is None else method.scale_K) > method.threshold)
+
+    for name in layers:
+        dense.get_submodule(name).register_forward_pre_hook(lambda _, args, name=name: masked(name, args[0]))
+    torch.testing.assert_close(logits(model), logits(dense), atol=1e-4, rtol=1e-4)
+    share = sum(m.used for m in layers.values()) / sum(m.seen for m in layers.values())
+    assert 0.3 < share < 0.5
+    made = torch_pi2.generate(model, IDS[:1, :5], max_new_tokens=30).sequences
+    assert decoded(Decoder(model, max_tokens=64, batch=3, recorded=False))[0, : len(made[0])].tolist() == made[0]
+
+
+def test_an_input_method_says_what_it_cannot(tmp_path: Path) -> None:
+    model = torch_pi2.optimize(wider(), IDS, method=Magnitude(), weights="int4", **HOW)
+    assert logits(model).isfinite().all()
+    with pytest.raises(ConfigError, match=r"found linear layers with sparse inputs\. Make it again"):
+        torch_pi2.save(model, tmp_path)
+    with pytest.raises(ConfigError, match="expected a dense model, found sparse layers"):
+        torch_pi2.optimize(model, IDS, method=Magnitude(), **HOW)

@@ -29,7 +29,7 @@ from torch._C._dynamo.guards import dict_version
 from torch.utils.hooks import RemovableHandle
 
 from torch_pi2.decode.attention import NAME, USERS
-from torch_pi2.predict.method import SparseMethod
+from torch_pi2.predict.method import Fitted
 
 #: Types of values that are compared; others are compared by identity.
 PLAIN = {bool, int, float, complex, str, type(None), type(...)}
@@ -133,7 +133,7 @@ class State:
             if self._watch is not None and isinstance(value, (list, set)):
                 self._watch.lists.append(value)
             return [self._value(v, depth + 1) for v in value]
-        if isinstance(value, SparseMethod) and value.recordable:
+        if isinstance(value, Fitted) and value.recordable:
             return self._value(vars(value), depth + 1)
         try:
             known = weakref.ref(value)
@@ -252,7 +252,7 @@ class Guards:
                 ran[frame.f_code] = frame.f_globals
                 own = frame.f_locals.get("self")
                 self._names.add_class(type(own))
-                if isinstance(own, SparseMethod) and own.recordable:
+                if isinstance(own, Fitted) and own.recordable:
                     trusted.add(frame.f_globals.get("__name__"))
 
         if sys.getprofile() is not None:  # it could not be set again: cProfile's is not made of Python

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from torch_pi2.base.fields import argument, shown
+from torch_pi2.base.fields import argument, checked, shown
 from torch_pi2.layers.experts import OffloadedExperts
 from torch_pi2.layers.of_model import SparseLayer, seeing_inputs, sparse_layers
 from torch_pi2.layers.offloaded import OffloadedFFN
@@ -17,6 +17,7 @@ from torch_pi2.rewrite.state import store_and_budget
 Ahead = Callable[[str, torch.Tensor, torch.Tensor | None], Mapping[str, torch.Tensor] | None]
 
 
+@checked
 @contextmanager
 def prefetching(model: nn.Module, ahead: Ahead) -> Iterator[None]:
     """Context in which ``ahead`` says, before each call of a feed-forward layer, what to read for later ones.

@@ -49,6 +49,17 @@ class LayerSamples:
         return self.h_TI() @ self.weights.down.T
 
 
+@dataclass(frozen=True)
+class LinearSamples:
+    """What :meth:`torch_pi2.InputMethod.fit` is given. ``key``: the name of a linear layer; its ``weight_NK``, and its
+    inputs on calibration tokens, ``x_TK``, float32.
+    """
+
+    key: str
+    weight_NK: torch.Tensor
+    x_TK: torch.Tensor
+
+
 def fit_method(method: SparseMethod, model: nn.Module, site: FFNSite, samples: Samples) -> SparseMethod:
     """A copy of ``method``, fitted to three quarters of the samples; its card is of the others. Raises ConfigError,
     ShapeError: what it has made cannot be used. CalibrationError: fewer than two tokens.

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from torch_pi2.base.fields import argument
+from torch_pi2.base.fields import argument, checked
 from torch_pi2.base.plugins import Plugins
 from torch_pi2.ops.constants import lists
 
@@ -50,6 +50,7 @@ class CachePolicy:
 _PLUGINS = Plugins(CachePolicy, "torch_pi2.cache_policies", lambda: (*lists().policies, OPTIMAL))
 
 
+@checked
 def register_cache_policy(policy: type[CachePolicy]) -> type[CachePolicy]:
     """Let ``torch-pi2 replay`` and :mod:`torch_pi2.observe.replay` find ``policy`` by its ``name``; returns it, as a
     decorator. Packages name theirs in the entry points ``torch_pi2.cache_policies`` instead. Raises ConfigError: no

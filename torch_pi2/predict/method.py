@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 
-from torch_pi2.base.fields import Field, checked, shown
-from torch_pi2.errors import ConfigError, DtypeError, ShapeError
+from torch_pi2.base.fields import Field, checked
+from torch_pi2.errors import ConfigError
 from torch_pi2.predict.cold import Cold
-from torch_pi2.types.method import Method, PredictorCard, find_method, registered
+from torch_pi2.types.method import Fitted, Method, PredictorCard, find_method, plugins
 
 if TYPE_CHECKING:
-    from torch_pi2.fitting.custom import LayerSamples
+    from torch_pi2.fitting.custom import LayerSamples, LinearSamples
     from torch_pi2.types.site import FFNSite
 
-_FIX = "Give it only numbers, texts, lists and mappings of them, and tensors; names with _ in front are not saved."
 
-
-class SparseMethod:
+class SparseMethod(Fitted):
     """A method of sparsity: which neurons of a feed-forward layer a token computes. Write a subclass::
 
         class Norms(torch_pi2.SparseMethod):
@@ -56,8 +53,6 @@ class SparseMethod:
         card: what it does on calibration tokens that it was not fitted to, or None.
     """
 
-    name: ClassVar[str] = ""
-    recordable: ClassVar[bool] = False
     scope: ClassVar[str] = "token"
     cut_I: torch.Tensor | None
     card: PredictorCard | None = None
@@ -94,10 +89,6 @@ class SparseMethod:
         """Bytes that :meth:`select` reads for a token; by default those of all of the method's tensors."""
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
-    def copy(self) -> Self:
-        """A copy of its own, before it is fitted."""
-        return copy.deepcopy(self)
-
     def selected(self, x: torch.Tensor, intermediate: int) -> torch.Tensor:
         """:meth:`select` for ``x [..., H]``: bool ``[T, I]``. Raises ShapeError, DtypeError: another result."""
         x_TH = x.reshape(-1, x.shape[-1])
@@ -106,19 +97,6 @@ class SparseMethod:
     def chosen(self, score_I: torch.Tensor) -> torch.Tensor:
         """:meth:`choose`: bool ``[I]``. Raises as :meth:`selected`."""
         return self.checked(self.choose(score_I), "choose", len(score_I))
-
-    def checked(self, mask: torch.Tensor, name: str, *shape: int) -> torch.Tensor:
-        """``mask``, the result of the method ``name``."""
-        if torch.compiler.is_compiling():
-            return mask
-        what, fix = f"{type(self).__name__}.{name}", "See help(torch_pi2.SparseMethod)."
-        if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
-            found = str(getattr(mask, "dtype", type(mask).__name__))
-            raise DtypeError(what, expected="a bool tensor", found=found, fix=fix)
-        if mask.shape != shape:
-            wanted = f"{shape}: {'tokens and ' * (len(shape) > 1)}neurons in the model's order"
-            raise ShapeError(what, expected=wanted, found=str(tuple(mask.shape)), fix=fix)
-        return mask
 
     def scores(self, x_TH: torch.Tensor) -> torch.Tensor:
         """:meth:`select` as float32 ``[T, I]``, 1 or 0, for what takes predictors."""
@@ -133,25 +111,9 @@ class SparseMethod:
         """Multiply-adds with the same memory traffic in 16-bit weights."""
         return self.read_bytes() // 2
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The attributes that are tensors, by name."""
-        return {name: value for name, value in self._saved().items() if isinstance(value, torch.Tensor)}
-
-    def settings(self) -> dict[str, Any]:
-        """The other attributes. Raises ConfigError: JSON cannot hold one."""
-        found = {name: value for name, value in self._saved().items() if not isinstance(value, torch.Tensor)}
-        for name, value in found.items():
-            if not _is_plain(value):
-                what = f"{name} of method {type(self).__name__}"
-                raise ConfigError(what, expected="what JSON can hold, or a tensor", found=shown(value), fix=_FIX)
-        return found
-
-    def _saved(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name[0] != "_" and name != "card"}
-
     def fields(self) -> dict[str, Any]:
         """JSON fields in a file. Raises ConfigError: it has no name, or :meth:`settings`."""
-        if registered.get(self.name) is not type(self):
+        if plugins.find(self.name) is not type(self):
             fix = "Give the class a name, and decorate it with torch_pi2.register_method."
             what = f"saving method {type(self).__name__}"
             raise ConfigError(what, expected="a registered class", found="another", fix=fix)
@@ -177,30 +139,52 @@ class SparseMethod:
         return Cold("mask", {}, method=method)
 
 
-Kind = TypeVar("Kind", bound=type[SparseMethod])
+class InputMethod(Fitted):
+    """A method of sparsity by input channels: which inputs of a linear layer a token uses (TEAL, arXiv 2408.14690). The
+    weights of other channels are not read. Write a subclass::
+
+        class Magnitude(torch_pi2.InputMethod):
+            name = "magnitude"
+
+            def __init__(self, share=0.5):
+                self.share = share
+
+            def fit(self, linear):
+                self.threshold = float(linear.x_TK.abs().flatten().quantile(1 - self.share))
+
+    and pass one to :func:`torch_pi2.optimize` (``method=Magnitude(0.4)``). All linear layers but the output layer get a
+    copy, those of attention, too. The model stays in memory and cannot be saved.
+
+    Attributes:
+        name: on the command line. recordable: of an own :meth:`select`, as of :class:`SparseMethod`.
+        threshold: channels with ``|x_k| > threshold`` are used. scale_K: float32 ``[K]`` or None; with it
+            ``|x_k| * scale_k > threshold`` (WINA, arXiv 2505.19427: norms of the columns).
+    """
+
+    threshold: float = 0.0
+    scale_K: torch.Tensor | None = None
+
+    def fit(self, linear: LinearSamples) -> None:
+        """Set :attr:`threshold` (and :attr:`scale_K`), or what :meth:`select` needs, for this copy's layer."""
+
+    def select(self, x_TK: torch.Tensor) -> torch.Tensor | None:
+        """Which channels each token uses: bool ``[T, K]``; None: those above :attr:`threshold`."""
+        if self.scale_K is None:
+            return None
+        return x_TK.abs() * self.scale_K > self.threshold
+
+    def used(self, x: torch.Tensor) -> tuple[torch.Tensor | None, float]:
+        """The mask ``[..., K]`` and threshold of ``torch.ops.pi2.sparse_input_linear``."""
+        mask_TK = self.select(x.reshape(-1, x.shape[-1]))
+        if mask_TK is None:
+            return None, self.threshold
+        return self.checked(mask_TK, "select", x.numel() // x.shape[-1], x.shape[-1]).view(x.shape), 0.0
 
 
 @checked
-def register_method(cls: Kind) -> Kind:
-    """Let files and ``--method`` find the subclass ``cls`` of :class:`SparseMethod` by its ``name``; returns ``cls``.
-
-    A later class of a name replaces an earlier one, as in a notebook. A package can name its methods as entry points
-    of the group ``torch_pi2.methods`` instead. Raises ConfigError: no name, or one of a built-in method.
+def register_method(method: type[Fitted]) -> type[Fitted]:
+    """Let files and ``--method`` find a subclass of :class:`SparseMethod` or :class:`InputMethod` by its ``name``;
+    returns it, as a decorator. A later class of a name replaces an earlier one. Packages name theirs in the entry
+    points ``torch_pi2.methods`` instead. Raises ConfigError: another class, no name, or that of a built-in method.
     """
-    if not (isinstance(cls, type) and issubclass(cls, SparseMethod)):
-        fix = "Derive it from torch_pi2.SparseMethod."
-        raise ConfigError("register_method", expected="a subclass of SparseMethod", found=shown(cls), fix=fix)
-    taken = {"auto", *(method.value for method in Method)}
-    if not cls.name or cls.name in taken:
-        expected = f"a text other than {', '.join(sorted(taken))}"
-        raise ConfigError(f"{cls.__name__}.name", expected=expected, found=shown(cls.name), fix="Name the method.")
-    registered[cls.name] = cls
-    return cls
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_plain(held) for key, held in value.items())
-    return value is None or isinstance(value, (bool, int, float, str))
+    return plugins.register(method)

@@ -122,6 +122,10 @@ if TYPE_CHECKING:
 def get_state(model: nn.Module) -> SparseState:
     """The state of an optimised model. Raises ConfigError if it is dense."""
     parts = ModelState.of(model)
+    if not isinstance(parts, SparseState) and any(getattr(m, "is_input_sparse", False) for m in model.modules()):
+        fix = "Make it again from the dense model: an InputMethod is for trying an idea in memory."
+        what = argument(model, type(model).__name__, fix)
+        what.wrong("feed-forward layers that torch_pi2.optimize has rewritten", "linear layers with sparse inputs")
     if not isinstance(parts, SparseState):
         what = argument(model, type(model).__name__, "Call torch_pi2.optimize(model, ...) first.")
         what.wrong("a model that torch_pi2.optimize has rewritten", "a dense model")

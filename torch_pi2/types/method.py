@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
-from torch_pi2.base.fields import optional
-from torch_pi2.errors import ConfigError
+import torch
 
-if TYPE_CHECKING:
-    import torch
+from torch_pi2.base.fields import optional, shown
+from torch_pi2.base.plugins import Plugins
+from torch_pi2.errors import ConfigError, DtypeError, ShapeError
 
 
 class Method(StrEnum):
@@ -37,21 +37,6 @@ class Method(StrEnum):
 METHODS = tuple(method.value for method in Method)
 PREDICTED = tuple(method.value for method in Method if method.predicted)
 LOSSY = tuple(method.value for method in Method if method.lossy)
-#: Name -> class of :func:`torch_pi2.register_method`.
-registered: dict[str, type[Any]] = {}
-#: Group of entry points of installed packages: ``name = "package.module:Class"``.
-ENTRY_POINTS = "torch_pi2.methods"
-
-
-def find_method(name: str) -> type[Any]:
-    """The registered class of this name, or that of an installed package. Raises ConfigError: there is none."""
-    if name not in registered:
-        registered.update((point.name, point.load()) for point in entry_points(group=ENTRY_POINTS, name=name))
-    if name not in registered:
-        expected = ", ".join(("auto", *(method for method in Method if method is not Method.CUSTOM), *registered))
-        fix = "Choose one of these, or import the module that registers it (torch_pi2.register_method)."
-        raise ConfigError("method", expected=expected, found=repr(name), fix=fix)
-    return registered[name]
 
 
 @dataclass
@@ -91,3 +76,68 @@ class Predictor(Protocol):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors to store on disk; matrices are int8 or smaller."""
+
+
+class Fitted:
+    """A method in Python that is fitted to layers: copies, and attributes that are saved. ``name``, ``recordable``: see
+    ``torch_pi2.SparseMethod``.
+    """
+
+    name: ClassVar[str] = ""
+    recordable: ClassVar[bool] = False
+
+    def copy(self) -> Self:
+        """A copy of its own, before it is fitted."""
+        return copy.deepcopy(self)
+
+    def checked(self, mask: torch.Tensor, name: str, *shape: int) -> torch.Tensor:
+        """``mask``, the result of the method ``name``."""
+        if torch.compiler.is_compiling():
+            return mask
+        what, fix = f"{type(self).__name__}.{name}", "See help(torch_pi2.SparseMethod)."
+        if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
+            found = str(getattr(mask, "dtype", type(mask).__name__))
+            raise DtypeError(what, expected="a bool tensor", found=found, fix=fix)
+        if mask.shape != shape:
+            wanted = f"{shape}: {'tokens and ' * (len(shape) > 1)}neurons in the model's order (or channels)"
+            raise ShapeError(what, expected=wanted, found=str(tuple(mask.shape)), fix=fix)
+        return mask
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The attributes that are tensors, by name."""
+        return {name: value for name, value in self._saved().items() if isinstance(value, torch.Tensor)}
+
+    def settings(self) -> dict[str, Any]:
+        """The other attributes. Raises ConfigError: JSON cannot hold one."""
+        found = {name: value for name, value in self._saved().items() if not isinstance(value, torch.Tensor)}
+        for name, value in found.items():
+            if not _is_plain(value):
+                what = f"{name} of method {type(self).__name__}"
+                fix = "Keep it under a name with _ in front, which is not saved."
+                raise ConfigError(what, expected="what JSON can hold, or a tensor", found=shown(value), fix=fix)
+        return found
+
+    def _saved(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name[0] != "_" and name != "card"}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(held) for key, held in value.items())
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+plugins = Plugins(Fitted, "torch_pi2.methods", lambda: ("auto", *Method))
+
+
+def find_method(name: str) -> type[Any]:
+    """The class of this name (:func:`torch_pi2.register_method`), or ``FILE.py:CLASS``. Raises ConfigError: none."""
+    found = plugins.find(name)
+    if found is None:
+        built_in = (method.value for method in Method if method is not Method.CUSTOM)
+        expected = ", ".join(("auto", *built_in, *plugins.names()))
+        fix = "Choose one of these, FILE.py:CLASS, or import the module that registers it (torch_pi2.register_method)."
+        raise ConfigError("method", expected=expected, found=repr(name), fix=fix)
+    return found

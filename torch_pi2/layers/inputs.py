@@ -1,0 +1,61 @@
+"""``InputSparseLinear``: a linear layer that reads the weights of the input channels a token uses."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torch_pi2.errors import ShapeError
+from torch_pi2.formats import FLOAT
+from torch_pi2.layers.prompt import PROMPT_TOKENS, call_mode
+from torch_pi2.ops import load
+from torch_pi2.predict.method import InputMethod
+
+
+class InputSparseLinear(nn.Module):
+    """``x W^T + bias`` of the channels that ``method`` chooses: ``[..., K] -> [..., N]``. Prompts use all of them.
+
+    Attributes:
+        rows: the weight by input channel, ``[K, N]`` or quantised uint8 ``[K, row_bytes(N)]``; weights: its format.
+        used, seen: channels of tokens so far within ``sparse_only()``, and all of them.
+    """
+
+    is_input_sparse = True
+    rows: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __init__(self, linear: nn.Linear, method: InputMethod, weights: str, name: str) -> None:
+        super().__init__()
+        load()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weights, self.name, self.custom = weights, name, method
+        self.used = self.seen = 0
+        rows = linear.weight.detach().T.contiguous()
+        rows = rows if weights == FLOAT else torch.ops.pi2.quantize(rows, weights, None)
+        self.register_buffer("rows", rows, persistent=False)
+        bias = None if linear.bias is None else linear.bias.detach().float()
+        self.register_buffer("bias", bias, persistent=False)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if input.shape[-1] != self.in_features:
+            expected, fix = f"[..., {self.in_features}]", "Pass what the dense layer takes."
+            raise ShapeError(f"input of {self.name}", expected=expected, found=str(list(input.shape)), fix=fix)
+        tokens = max(input.numel() // self.in_features, call_mode.prompt_tokens)
+        if tokens >= PROMPT_TOKENS and not call_mode.sparse_only:
+            return self._dense(input)
+        active, threshold = self.custom.used(input)
+        if call_mode.sparse_only and not torch.compiler.is_compiling():
+            kept = input.abs() > threshold if active is None else active & (input != 0)
+            self.used, self.seen = self.used + int(kept.sum()), self.seen + kept.numel()
+        x, n = input.contiguous(), self.out_features
+        return torch.ops.pi2.sparse_input_linear(x, self.rows, n, self.bias, active, threshold, self.weights)
+
+    def _dense(self, x: torch.Tensor) -> torch.Tensor:
+        w_KN = self.rows
+        if self.weights != FLOAT:
+            w_KN = torch.ops.pi2.dequantize(self.rows, self.weights, self.out_features, x.dtype)
+        return F.linear(x, w_KN.T.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features} -> {self.out_features}, {self.weights}, {self.custom.name}"
