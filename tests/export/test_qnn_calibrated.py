@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from torch_pi2.export.qnn.weights import MOST, NpuGrid, block_scales, calibrate
+from torch_pi2.export.qnn.quantize import MOST, NpuGrid, block_scales, calibrate
 from torch_pi2.fitting.gptq import Moments, Solver
 
 HIDDEN, NEURONS = 64, 96

@@ -26,8 +26,7 @@ from torch_pi2.export import qnn
 from torch_pi2.export.hot import HotChunks
 from torch_pi2.export.qnn import compile as qnn_compile
 from torch_pi2.export.qnn import lower, sdk
-from torch_pi2.export.qnn.quantize import block_of, hot_part
-from torch_pi2.export.qnn.weights import block_scales
+from torch_pi2.export.qnn.quantize import block_of, block_scales, hot_part
 
 
 def tiny_hot(hidden: int = 32, neurons: int = 64, chunk: int = 32) -> HotChunks:

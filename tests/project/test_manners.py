@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import json
 import logging
@@ -87,14 +88,15 @@ def test_torch_is_imported_with_the_first_name_that_needs_it() -> None:
 
 
 def test_names_for_type_checkers_are_those_of_the_package() -> None:
-    tree = ast.parse((PACKAGE / "__init__.py").read_text())
-    typed, untyped = (node for node in tree.body if isinstance(node, ast.If))
-    # or type checkers take every misspelt name
-    assert [node.name for node in ast.walk(untyped) if isinstance(node, ast.FunctionDef)] == ["__getattr__"]
-    assert ast.unparse(untyped.test) == "not TYPE_CHECKING"
-    found = {alias.name: node.module for node in typed.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    about, *imports = ast.parse((PACKAGE / "__init__.pyi").read_text()).body
+    assert isinstance(about, ast.Expr)
+    # nothing else, and no __getattr__: or type checkers take every misspelt name
+    assert all(isinstance(node, ast.ImportFrom) for node in imports)
+    found = {alias.name: node.module for node in imports for alias in node.names if alias.asname == alias.name}
     assert found == torch_pi2._MODULE_OF
-    assert {*found, "Pi2Error", "__version__"} == set(torch_pi2.__all__)
+    assert sorted(found) == torch_pi2.__all__
+    for name, module in found.items():
+        assert getattr(torch_pi2, name) is getattr(importlib.import_module(module), name)
     with pytest.raises(AttributeError, match="module 'torch_pi2' has no attribute 'nothing'"):
         torch_pi2.nothing
 

@@ -8,8 +8,6 @@
 ``limited`` gives a dataclass field a range or choices; ``Annotated[int, Limits(1)]`` does so for files.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import inspect
@@ -83,18 +81,10 @@ class Limits:
 _NO_LIMITS = Limits()
 
 
-def limited(
-    least: float = 0.0,
-    most: float = MOST,
-    *,
-    above: bool = False,
-    below: bool = False,
-    choices: Collection[str] | None = None,
-    optional: bool = False,
-    **more: Any,
-) -> Any:
-    """A dataclass field with :class:`Limits`. ``more`` goes to ``dataclasses.field``, such as ``default``."""
-    return field(metadata={"limits": Limits(least, most, above, below, choices, optional)}, **more)
+def limited(least: float = 0.0, most: float = MOST, **more: Any) -> Any:
+    """A dataclass field with :class:`Limits`; ``more``: of these, or of ``dataclasses.field``, such as ``default``."""
+    own = {one.name: more.pop(one.name) for one in fields(Limits) if one.name in more}
+    return field(metadata={"limits": Limits(least, most, **own)}, **more)
 
 
 def optional(default: Any) -> Any:
@@ -126,7 +116,7 @@ class Field:
                 self.wrong(f"no other fields than {', '.join(known)}", shown(unknown[0]))
         return self.value
 
-    def at(self, name: str | int, default: Any = MISSING) -> Field:
+    def at(self, name: str | int, default: Any = MISSING) -> "Field":
         """A field of an object, or an element of a list; ``default`` if the field is missing."""
         if isinstance(name, str) and default is not MISSING:
             value = self.names(allowed=None).get(name, default)
@@ -136,11 +126,11 @@ class Field:
             value = self.value[name]
         return Field(value, f"{self.path}, {name}", self.fix, self.error)
 
-    def each(self) -> dict[str, Field]:
+    def each(self) -> "dict[str, Field]":
         """All fields of an object."""
         return {name: self.at(name) for name in self.names(allowed=None)}
 
-    def items(self, least: int = 0, most: float = math.inf) -> list[Field]:
+    def items(self, least: int = 0, most: float = math.inf) -> "list[Field]":
         """The elements of a list of ``least`` to ``most``."""
         if not isinstance(self.value, list | tuple) or not least <= len(self.value) <= most:
             many = f"{least}" if least == most else _range(Limits(least, most))

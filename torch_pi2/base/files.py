@@ -249,21 +249,14 @@ def writing(path: Path) -> Iterator[None]:
     """Turns any OSError of the block, which writes ``path``, into an ArtifactError."""
     try:
         yield
-    except Exception as error:
-        problem = _of_the_system(error)
-        if problem is None:
-            raise
-        raise not_written(path, problem) from error
-
-
-def _of_the_system(error: Exception) -> OSError | None:
-    """``error`` as an OSError, also if a Rust library (safetensors, tokenizers) or ``torch.save`` put it in words."""
-    if isinstance(error, OSError):
-        return error
-    if "PytorchStreamWriter failed" in str(error):  # without the reason
-        return OSError(errno.EIO, "a write that failed")
-    number = re.search(r"\(os error (\d+)\)", str(error))
-    return None if number is None else OSError(int(number[1]), os.strerror(int(number[1])))
+    except OSError as error:
+        raise not_written(path, error) from error
+    except Exception as error:  # in words, of a Rust library (safetensors, tokenizers) or torch.save
+        if "PytorchStreamWriter failed" in str(error):  # without the reason
+            raise not_written(path, OSError(errno.EIO, "a write that failed")) from error
+        if number := re.search(r"\(os error (\d+)\)", str(error)):
+            raise not_written(path, OSError(int(number[1]), os.strerror(int(number[1])))) from error
+        raise
 
 
 def _sync_files(folder: Path) -> None:

@@ -42,7 +42,10 @@ def fresh_settings() -> Iterator[None]:
     dtype, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
     deterministic = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False), _on_cpu():
+    # not needlessly: a default device makes captures take twice as long; with it torch.jit.trace misses our trial runs
+    is_cpu = torch.get_default_device().type == "cpu" and not torch._C._is_tracing()
+    on_cpu: AbstractContextManager[object] = nullcontext() if is_cpu else torch.device("cpu")
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False), on_cpu:
         try:
             torch.set_default_dtype(torch.float32)
             torch.set_float32_matmul_precision("highest")
@@ -69,13 +72,6 @@ def other_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator
             del module.__dict__["forward"]
             if own is not None:
                 module.__dict__["forward"] = own
-
-
-def _on_cpu() -> AbstractContextManager[object]:
-    """The CPU as default device; nothing if it is that already, since this mode makes captures take twice as long."""
-    # under torch.jit.trace it keeps our trial runs out of the graph
-    needless = torch.get_default_device().type == "cpu" and not torch._C._is_tracing()
-    return nullcontext() if needless else torch.device("cpu")
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")

@@ -8,8 +8,6 @@ values raises ConfigError by name. So does replacing a parameter (``linear.weigh
 values from the sparse layer. :func:`torch_pi2.restore` undoes everything, bit for bit.
 """
 
-from __future__ import annotations
-
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -58,7 +56,7 @@ class OffloadedParameter(nn.Parameter):
         dtype: torch.dtype,
         requires_grad: bool = False,
         kind: type[nn.Parameter] = nn.Parameter,
-    ) -> OffloadedParameter:
+    ) -> "OffloadedParameter":
         """A parameter that never had storage."""
         return _offloaded(nn.Parameter(_hollow(shape, dtype), requires_grad=requires_grad), name, kind)
 
@@ -83,7 +81,7 @@ class OffloadedParameter(nn.Parameter):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"OffloadedParameter({self._pi2_name}, {tuple(self.shape)}, {self.dtype}: in a sparse layer)"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedParameter:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "OffloadedParameter":
         if id(self) not in memo:
             memo[id(self)] = OffloadedParameter.make(*self.__reduce_ex__(2)[1])
         return memo[id(self)]
@@ -211,7 +209,7 @@ class _Method:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(self._module(), *args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Method:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Method":
         return _Method(self._function, copy.deepcopy(self._module(), memo))  # type: ignore[arg-type]
 
     def __reduce__(self) -> Any:

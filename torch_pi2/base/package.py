@@ -5,6 +5,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import metadata
 
 from torch_pi2.errors import LibraryMissingError
@@ -45,14 +46,18 @@ __version__ = "0.1.0"
 
 
 @contextmanager
-def quiet_imports() -> Iterator[None]:
-    """Hide what libraries that transformers imports log for their own developers, unless a level was chosen."""
-    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
-    loggers = [logger for logger in loggers if logger.level == logging.NOTSET]
+def quiet_loggers(*names: str, chosen: bool = True) -> Iterator[None]:
+    """Hide warnings of these loggers; ``chosen``: also of those whose level was chosen."""
+    loggers = [logger for logger in map(logging.getLogger, names) if chosen or logger.level == logging.NOTSET]
+    levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        for logger in loggers:
-            logger.setLevel(logging.NOTSET)
+        for logger, level in zip(loggers, levels):
+            logger.setLevel(level)
+
+
+#: Hides what libraries that transformers imports log for their own developers.
+quiet_imports = partial(quiet_loggers, "torchao", "torch.utils._pytree", chosen=False)

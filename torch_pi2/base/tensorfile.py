@@ -5,8 +5,6 @@ gets its name when it is complete. The reader copies straight into the tensor's 
 would count twice.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -65,7 +63,7 @@ class Spec:
         return math.prod(self.shape) * self.dtype.itemsize
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> Spec:
+    def of(tensor: torch.Tensor) -> "Spec":
         return Spec(tuple(tensor.shape), tensor.dtype)
 
     def __str__(self) -> str:

@@ -17,28 +17,12 @@ from torch_pi2.base.package import __version__
 from torch_pi2.base.reading import parse, read_bytes
 from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.checkpoint.quantize import convert, copy_small_files
-from torch_pi2.distributed.shard_store import (
-    ShardView,
-    check_ranks,
-    partition_layers,
-    partition_neurons,
-    refuse_shards,
-    shard_name,
-)
+from torch_pi2.distributed import shard_store
 from torch_pi2.errors import ArtifactError, ConfigError, check_choice
 from torch_pi2.formats import FLOAT, FLOATS, QUANTIZED
+from torch_pi2.store import storefile
 from torch_pi2.store.folder import PI2_FOLDER, check_replaceable, check_separate, declare
 from torch_pi2.store.parts import PartFiles, Parts, check_predictors
-from torch_pi2.store.storefile import (
-    PADDING,
-    STORE_FILE,
-    SUPERBLOCK,
-    StoreReader,
-    hot_neurons,
-    open_weights,
-    part_of,
-    weights_path,
-)
 from torch_pi2.store.superblock import MOST_CLUSTER
 from torch_pi2.store.trust import remember
 from torch_pi2.store.weights import QuantizedWeights
@@ -120,22 +104,22 @@ def pack(
         what, found = "pack(shares=...)" if shares is not None else f"pack(by={by!r})", "one machine"
         raise ConfigError(what, expected="ranks with it, more than 1", found=found, fix="Pass ranks, or leave it out.")
     if ranks != 1:
-        check_ranks(ranks, shares)
+        shard_store.check_ranks(ranks, shares)
     check_separate("pack", source, folder)
     check_replaceable(folder)
-    refuse_shards(source)
+    shard_store.refuse_shards(source)
     start = time.perf_counter()
     with replacing_folder(folder) as staging:
-        if weights_path(source / PI2_FOLDER) is None:
+        if storefile.weights_path(source / PI2_FOLDER) is None:
             whole = staging / _NEURONS
             convert(source, whole, weights or FLOAT, trust_remote_code=trust_remote_code, progress=progress)
         else:
             whole = source
-        with Parts(whole / PI2_FOLDER) as parts, open_weights(whole / PI2_FOLDER) as reader:
+        with Parts(whole / PI2_FOLDER) as parts, storefile.open_weights(whole / PI2_FOLDER) as reader:
             plan = parts.plan()
             check_predictors(plan, parts.each_predictor(plan.model_hash), source)
             parts.check_stats(plan.model_hash)
-            refuse_shards(source, parts.shard)
+            shard_store.refuse_shards(source, parts.shard)
             reader.check_plan(plan)
             if whole == source:
                 known = reader.neuron_formats
@@ -149,9 +133,9 @@ def pack(
                 keep_card(folder, staging)
                 report = packer.pack(staging)
             elif by == "layers":
-                report = packer.pack_shards(staging, partition_layers(plan, ranks, shares))
+                report = packer.pack_shards(staging, shard_store.partition_layers(plan, ranks, shares))
             else:
-                report = packer.pack_shards(staging, partition_neurons(plan, ranks, shares))
+                report = packer.pack_shards(staging, shard_store.partition_neurons(plan, ranks, shares))
         shutil.rmtree(staging / _NEURONS, ignore_errors=True)
     if trust_remote_code:
         remember(folder)
@@ -172,7 +156,7 @@ class _Packer:
 
     def pack(self, folder: Path, shard: Shard | None = None) -> PackReport:
         """Write the store and the folder's other files into ``folder``."""
-        path = folder / PI2_FOLDER / STORE_FILE
+        path = folder / PI2_FOLDER / storefile.STORE_FILE
         path.parent.mkdir()
         copy_small_files(self.whole, folder)
         with PartFiles(self.whole / PI2_FOLDER, () if self.inside else None) as beside:
@@ -181,20 +165,20 @@ class _Packer:
             if out.file_bytes > (free := shutil.disk_usage(folder).free):
                 expected = f"as many bytes of free space for {folder}"
                 fix = "Choose another output folder or free some space; nothing was left half-written."
-                what = f"writing {STORE_FILE} of {out.file_bytes} bytes"
+                what = f"writing {storefile.STORE_FILE} of {out.file_bytes} bytes"
                 raise ArtifactError(what, expected=expected, found=f"{free}", fix=fix)
             superblock = store.superblock(out)
             with out:
                 store.write(out, superblock)
         declare(folder)
         neurons = sum(layer.site.intermediate for layer in store.layers)
-        with StoreReader(path) as made:
+        with storefile.StoreReader(path) as made:
             return PackReport(made.file_bytes, len(store.layers), neurons, regions=made.regions())
 
     def pack_shards(self, staging: Path, shards: Sequence[Shard]) -> PackReport:
         total = PackReport(layers=len(self.plan.layers))
         for shard in shards:
-            folder = staging / shard_name(shard.rank, len(shards))
+            folder = staging / shard_store.shard_name(shard.rank, len(shards))
             folder.mkdir()
             report = self.pack(folder, shard)
             total.file_bytes += report.file_bytes
@@ -207,19 +191,20 @@ class _Packer:
         here: Plan = self.plan
         reader: Any = self.reader
         if shard is not None:
-            here, reader = shard.plan(self.plan), ShardView(self.reader, self.plan, shard)
+            here, reader = shard.plan(self.plan), shard_store.ShardView(self.reader, self.plan, shard)
         if not here.layers:
             fix = "Import its file or checkpoint again with neurons='all' (--neurons all); some models have none."
             raise ConfigError(f"packing {self.whole}", expected="layers of neurons", found="none", fix=fix)
         # a shard and a bundle keep no gates in memory
         gates = shard is None and self.cluster in (None, 1)
         layers = [_layer(layer, reader, gates and layer.gate_decides) for layer in here.layers]
-        ours = {name for layer in layers for name in (*layer.tensors, f"{layer.site.key}.gates")} | {SUPERBLOCK}
+        ours = {name for layer in layers for name in (*layer.tensors, f"{layer.site.key}.gates")}
+        ours.add(storefile.SUPERBLOCK)
         ours |= {f"{name}.blocks" for name in self.reader.in_blocks}  # of tied linears; a store has their rows alone
-        weights = {n: spec for n, spec in reader.specs.items() if n not in ours and not PADDING.fullmatch(n)}
+        weights = {n: spec for n, spec in reader.specs.items() if n not in ours and not storefile.PADDING.fullmatch(n)}
         parts = dict(beside.specs)
         if not parts:  # they are in the reader's store
-            parts = {n: weights.pop(n) for n in list(weights) if part_of(n) is not None}
+            parts = {n: weights.pop(n) for n in list(weights) if storefile.part_of(n) is not None}
         sites = {"sites": json.dumps({layer.site.key: self.reader.strategy(layer.site.key) for layer in here.layers})}
 
         def file_of(name: str) -> Any:
@@ -235,13 +220,13 @@ def _layer(layer: LayerPlan, reader: Any, apart: bool) -> StoreLayer:
     site = layer.site
     reader.read_neurons(site, (0, 0))  # raises if the layer is missing
     kind = reader.format_of(site.key)
-    return StoreLayer(site, hot_neurons(layer), kind, lambda *rows: reader.read_neurons(site, rows), apart)
+    return StoreLayer(site, storefile.hot_neurons(layer), kind, lambda *rows: reader.read_neurons(site, rows), apart)
 
 
 def _provenance(source: Path, reader: QuantizedWeights) -> str:
     """Origin of a store as JSON, the same for each packing."""
     origin: dict[str, Any] = {}
-    if isinstance(reader, StoreReader):
+    if isinstance(reader, storefile.StoreReader):
         model = reader.provenance().get("model")
         origin |= model if isinstance(model, dict) else {}
     config = source / "config.json"

@@ -29,15 +29,7 @@ from torch_pi2.profiling.data import calibration_batches
 from torch_pi2.rewrite.linears import check_some, find_linears
 from torch_pi2.rewrite.place import check_sizes
 from torch_pi2.rewrite.skeleton import model_config, skeleton
-from torch_pi2.store.folder import (
-    PI2_FOLDER,
-    SMALL_FILES,
-    check_float,
-    check_replaceable,
-    check_separate,
-    declare,
-    read_config,
-)
+from torch_pi2.store import folder as folders
 from torch_pi2.store.parts import Parts, check_predictors
 from torch_pi2.store.source import Checkpoint
 from torch_pi2.store.trust import remember
@@ -86,7 +78,7 @@ def quantize(
     source, folder = Path(folder_in).resolve(), Path(folder_out).resolve()
     _check(source, folder, weights, quantization, calibration)
     parts = None if plan is None else Path(plan)
-    if parts is not None and (source / PI2_FOLDER).exists():
+    if parts is not None and (source / folders.PI2_FOLDER).exists():
         fix = "Leave it out, or name the dense checkpoint."
         argument(parts, "quantize(plan=...)", fix).wrong("none: the folder has its own", str(parts))
     if parts is not None:
@@ -147,14 +139,14 @@ def convert(
         parts: folder of plan, predictors and statistics (default: those of ``source``, if any).
     """
     load_library()
-    check_replaceable(folder)
+    folders.check_replaceable(folder)
     start = time.perf_counter()
-    check_float(source, read_config(source))
+    folders.check_float(source, folders.read_config(source))
     in_floats = weights not in QUANTIZED
     with torch.device("meta"):
         empty = skeleton(source, trust_remote_code=trust_remote_code)
     check_known_experts(f"quantize({source})", empty)
-    parts = parts or source / PI2_FOLDER
+    parts = parts or source / folders.PI2_FOLDER
     if (parts / "plan.json").exists():
         plan = Plan.load(parts)
         check_sizes(empty, plan)
@@ -162,7 +154,7 @@ def convert(
         plan = new_plan(search(empty, on_meta=True, needed=in_floats))
     with replacing_folder(folder) as staging:
         keep_card(folder, staging)
-        (staging / PI2_FOLDER).mkdir()
+        (staging / folders.PI2_FOLDER).mkdir()
         copy_small_files(source, staging)
         model = skeleton(source, trust_remote_code=trust_remote_code)
         with Checkpoint(source) as checkpoint:
@@ -178,14 +170,14 @@ def convert(
             rows = NO_ROWS if rows_of is None else rows_of(sites, linears)
             columns = {name: linear.in_features for name, linear in linears.items()}
             writer = Quantizer(stored, plan, strategies, columns, weights, rows=rows)
-            report, found_hash = writer.write(staging / PI2_FOLDER, progress)
+            report, found_hash = writer.write(staging / folders.PI2_FOLDER, progress)
             report.bytes_in = checkpoint.nbytes
-        bound_plan(plan, strategies, dense, found_hash).save(staging / PI2_FOLDER)
+        bound_plan(plan, strategies, dense, found_hash).save(staging / folders.PI2_FOLDER)
         for name in ("predictors.safetensors", "stats.safetensors"):
             if (parts / name).exists():
-                shutil.copyfile(parts / name, staging / PI2_FOLDER / name)
-        report.bytes_out = (staging / PI2_FOLDER / WEIGHTS_FILE).stat().st_size
-        declare(staging)
+                shutil.copyfile(parts / name, staging / folders.PI2_FOLDER / name)
+        report.bytes_out = (staging / folders.PI2_FOLDER / WEIGHTS_FILE).stat().st_size
+        folders.declare(staging)
     if trust_remote_code:
         remember(folder)
     report.seconds = time.perf_counter() - start
@@ -194,7 +186,7 @@ def convert(
 
 def copy_small_files(source: Path, folder: Path) -> None:
     """Copy all files of a checkpoint except weights and ``pi2/``."""
-    for path in {path for pattern in SMALL_FILES for path in source.glob(pattern)}:
+    for path in {path for pattern in folders.SMALL_FILES for path in source.glob(pattern)}:
         if not path.name.endswith(".index.json"):
             shutil.copyfile(path, folder / path.name)
 
@@ -211,7 +203,7 @@ def _check(source: Path, folder: Path, weights: str, quantization: str, calibrat
         expected, found = (none, "some") if rounds else ("calibration data", "none")
         what, fix = f"quantize(quantization='{quantization}')", "Pass both calibration=... and 'gptq', or neither."
         raise CalibrationError(what, expected=expected, found=found, fix=fix)
-    check_separate("quantize", source, folder)
+    folders.check_separate("quantize", source, folder)
 
 
 def new_plan(found: Found) -> Plan:

@@ -6,8 +6,6 @@
 into one store, ``pi2/model.pi2``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -42,15 +40,7 @@ from torch_pi2.rewrite.install import NAME
 from torch_pi2.rewrite.rewrite import apply
 from torch_pi2.rewrite.skeleton import check_filled, fill, model_config, named_class, places, skeleton
 from torch_pi2.rewrite.state import SparseState, get_state, store_of
-from torch_pi2.store.folder import (
-    PI2_FOLDER,
-    check_folder,
-    check_replaceable,
-    check_separate,
-    declare,
-    quantised_by,
-    read_config,
-)
+from torch_pi2.store import folder as folders
 from torch_pi2.store.gguf import gguf_in
 from torch_pi2.store.parts import Parts
 from torch_pi2.store.storefile import weights_path
@@ -83,10 +73,10 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
         fix = "Copy the store's folder, or load the whole model without a budget."
         raise ConfigError(what, expected="a model in memory", found=found, fix=fix)
     parts, folder = current_state(model), Path(folder).resolve()
-    check_replaceable(folder)
+    folders.check_replaceable(folder)
     source = getattr(model, "name_or_path", "")
     if Path(source).resolve() != folder:  # a result may replace its own source folder
-        check_separate("save", source, folder)
+        folders.check_separate("save", source, folder)
     if adapters := [name for name, module in model.named_modules() if type(module).__module__.startswith("peft.")]:
         what, expected = f"saving a {type(model).__name__}", "a model that can be built from its configuration"
         found = f"adapters in it ({adapters[0] or 'the model itself'})"
@@ -100,27 +90,23 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
     with replacing_folder(folder) as staging:
         keep_card(folder, staging)
         if quantised:
-            save_weights(model, parts.plan, staging / PI2_FOLDER)
+            save_weights(model, parts.plan, staging / folders.PI2_FOLDER)
             save_without_weights(model, staging)
         else:
             with adding_checks(staging):
-                _save_dense(model, staging)
+                if hasattr(model, "save_pretrained"):
+                    model.save_pretrained(staging, state_dict=_as_it_was_read(model))  # type: ignore[operator]
+                else:
+                    from safetensors.torch import save_model
+
+                    save_model(model, str(staging / _WEIGHTS))
         if tokenizer is not None:
             tokenizer.save_pretrained(staging)
-        save_parts(parts, staging / PI2_FOLDER)
+        save_parts(parts, staging / folders.PI2_FOLDER)
         if quantised:
-            declare(staging)
+            folders.declare(staging)
     remember(folder)  # its code already runs in this process
     return folder
-
-
-def _save_dense(model: Any, folder: Path) -> None:
-    if hasattr(model, "save_pretrained"):
-        model.save_pretrained(folder, state_dict=_as_it_was_read(model))
-        return
-    from safetensors.torch import save_model
-
-    save_model(model, str(folder / _WEIGHTS))
 
 
 def _as_it_was_read(model: Any) -> dict[str, torch.Tensor] | None:
@@ -192,7 +178,7 @@ def load(
     gpu_memory: float | str | None = None,
     group: GroupConfig | None = None,
     progress: bool = False,
-) -> LoadedModel:
+) -> "LoadedModel":
     """Load the optimised model that :func:`save`, :func:`torch_pi2.quantize`, ``pack`` or ``synthetic`` wrote.
 
     It is in evaluation mode, and a transformers model unless another was passed as ``model``. Quantised weights are
@@ -250,13 +236,13 @@ def load(
 
 def _check_ours(folder: Path) -> None:
     """Raises ArtifactError: a file, or a checkpoint that torch_pi2 did not write."""
-    check_folder(folder)
-    expected = f"a folder that torch_pi2 wrote, with {PI2_FOLDER}/ in it"
+    folders.check_folder(folder)
+    expected = f"a folder that torch_pi2 wrote, with {folders.PI2_FOLDER}/ in it"
     if not folder.is_dir():
         raise ArtifactError(str(folder), expected=expected, found="nothing", fix="Check the folder's name.")
-    if (folder / PI2_FOLDER).exists() or not (folder / "config.json").is_file():
+    if (folder / folders.PI2_FOLDER).exists() or not (folder / "config.json").is_file():
         return
-    by = quantised_by(read_config(folder))
+    by = folders.quantised_by(folders.read_config(folder))
     found = f"a checkpoint that {shown(by)} has quantised" if by else "a checkpoint without one"
     fix = "Make one: torch_pi2.quantize(folder, other), or load it with transformers and torch_pi2.optimize it."
     fix = "Import it: torch_pi2.import_quantized(folder, other)." if by else fix
@@ -265,7 +251,7 @@ def _check_ours(folder: Path) -> None:
 
 def read_model(folder: Path, settings: LoadSettings) -> nn.Module:
     """:func:`load` up to :func:`finish_loading`."""
-    pi2 = folder / PI2_FOLDER
+    pi2 = folder / folders.PI2_FOLDER
     with Parts(pi2) as parts:
         settings.check(folder, is_shard=parts.shard is not None)
         over_store = settings.budget is not None or parts.shard is not None
@@ -276,7 +262,7 @@ def read_model(folder: Path, settings: LoadSettings) -> nn.Module:
         predictors = parts.predictors(plan.model_hash)
         stats = None if over_store else parts.stats(plan.model_hash)  # they are not part of a budget
     if weights_path(pi2) is not None:
-        read_config(folder)  # raises if there is none
+        folders.read_config(folder)  # raises if there is none
         if over_store:
             return load_offloaded(folder, plan, predictors, settings)
         quantized = load_sparse(folder, plan, predictors, settings)
@@ -298,7 +284,7 @@ def read_model(folder: Path, settings: LoadSettings) -> nn.Module:
     return apply(model, SparseState(plan, predictors, stats), settings.progress)
 
 
-def finish_loading(model: nn.Module, gpu_bytes: int | None) -> LoadedModel:
+def finish_loading(model: nn.Module, gpu_bytes: int | None) -> "LoadedModel":
     """Let ``model`` generate with our steps, and follow its plan if that has a part for hardware."""
     attach(model)
     if gpu_bytes is not None:
@@ -344,10 +330,10 @@ def load_dense(folder: str | Path, *, dtype: torch.dtype | None = None, trust_re
             a shard, which has only some of the neurons.
     """
     folder = Path(folder)
-    pi2 = folder / PI2_FOLDER
+    pi2 = folder / folders.PI2_FOLDER
     if weights_path(pi2) is None:
         return _from_pretrained(folder, LoadSettings(dtype=dtype, trust_remote_code=trust_remote_code)).eval()
-    read_config(folder)  # raises if there is none
+    folders.read_config(folder)  # raises if there is none
     with Parts(pi2) as parts:
         refuse_shards(folder, parts.shard)
         plan = parts.plan()
@@ -403,7 +389,7 @@ def pretrained(kind: Any, folder: str | Path, **how: Any) -> nn.Module:
 
 
 def _from_pretrained(folder: Path, settings: LoadSettings) -> nn.Module:
-    read_config(folder)  # with clearer errors than transformers'
+    folders.read_config(folder)  # with clearer errors than transformers'
     trust = settings.trust_remote_code
     config = settings.config or model_config(folder, trust_remote_code=trust)
     from safetensors import SafetensorError

@@ -113,16 +113,6 @@ def weights_of(model: nn.Module) -> str:
     return next((kind for kind in (*neurons, *linears) if kind != "float"), "float")
 
 
-def _kind_of_file(model: nn.Module) -> str:
-    """``weights`` in the metadata of a file of ``model``: the format of its neurons, or of their down rows."""
-    layers = sparse_layers(model)
-    if layers:
-        down = formats_of(format_name(getattr(layers[0], "weights", "float"), layers[0].neuron_rows.dtype))[1]
-        return main_format(down)
-    found = weights_of(model)
-    return found if found in QUANTIZED else QUANTIZED[0]
-
-
 def save_weights(model: nn.Module, plan: Plan, folder: Path) -> None:
     """Write ``weights.safetensors`` of ``model`` into ``folder``; the neurons of a float model are floats. Raises
     UnsupportedModelError: not a Hugging Face model.
@@ -132,14 +122,18 @@ def save_weights(model: nn.Module, plan: Plan, folder: Path) -> None:
         expected = "a Hugging Face model, which can be built from its configuration"
         fix = "Save the float model, and quantise it again after loading."
         raise UnsupportedModelError(what, expected=expected, found="another module", fix=fix)
-    kind = _kind_of_file(model)
+    layers, found = sparse_layers(model), weights_of(model)
+    kind = found if found in QUANTIZED else QUANTIZED[0]
+    if layers:  # the format of neurons, or of their down rows
+        down = formats_of(format_name(getattr(layers[0], "weights", "float"), layers[0].neuron_rows.dtype))[1]
+        kind = main_format(down)
     linears = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear)}
     embeddings = {name: m for name, m in model.named_modules() if isinstance(m, QuantEmbedding)}
     rows_of: dict[str, QuantLinear | SparseFFN] = {f"{name}.weight": linear for name, linear in linears.items()}
     tensors: dict[str, torch.Tensor] = {f"{name}.weight": linear.rows for name, linear in linears.items()}
     tensors |= {f"{name}.weight": embedding.rows for name, embedding in embeddings.items()}
     tensors |= {f"{name}.bias": linear.bias for name, linear in linears.items() if linear.bias is not None}
-    layers, taken = sparse_layers(model), strategies_used(model)
+    taken = strategies_used(model)
     strategies = {layer.site.key: taken.get(layer.site.experts or layer.site.key, "lazy") for layer in layers}
     for layer in layers:
         tensors[f"{layer.site.key}.bundles"] = layer.neuron_rows.view(torch.uint8)

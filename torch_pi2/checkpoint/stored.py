@@ -107,12 +107,11 @@ class _Converted:
                     if shape != usual:
                         fix = "Get the checkpoint again."
                         Field(shape, own, fix).wrong(f"{usual}, as others of {self._first}", str(shape))
-            raise UnsupportedModelError(
-                f"{self._first}, which transformers makes of other tensors",
-                expected="an operation that needs no more than their shapes to say its result's",
-                found=f"{self._converter.operations}: {' '.join(str(error).split())[:200]}",
-                fix="Load the model with transformers, then torch_pi2.optimize(model, weights=...) and torch_pi2.save.",
-            ) from error
+            what = f"{self._first}, which transformers makes of other tensors"
+            expected = "an operation that needs no more than their shapes to say its result's"
+            found = f"{self._converter.operations}: {' '.join(str(error).split())[:200]}"
+            fix = "Load the model with transformers, then torch_pi2.optimize(model, weights=...) and torch_pi2.save."
+            raise UnsupportedModelError(what, expected=expected, found=found, fix=fix) from error
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
     def spec(self, name: str) -> Spec:

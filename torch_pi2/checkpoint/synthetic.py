@@ -29,17 +29,8 @@ from torch_pi2.graph.find import search
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.activations import norm, of_all
 from torch_pi2.predict.file import FittedPredictors, save_predictors
+from torch_pi2.store import synthetic as drawn
 from torch_pi2.store.folder import PI2_FOLDER, check_replaceable, declare
-from torch_pi2.store.synthetic import (
-    LOCALITY,
-    RESIDUAL,
-    GateMaker,
-    build_config,
-    direction,
-    embedding_noise,
-    power_law,
-    random_rows,
-)
 from torch_pi2.store.weights import WEIGHTS_FILE, metadata, neuron_specs
 from torch_pi2.types.config import Config
 from torch_pi2.types.method import Method
@@ -65,7 +56,7 @@ def synthetic(
     rank: int = 512,
     hot_frequency: float | None = None,
     layers: int | None = None,
-    locality: float = LOCALITY,
+    locality: float = drawn.LOCALITY,
     distinct_layers: int | None = None,
     seed: int = 0,
     progress: bool = False,
@@ -115,12 +106,12 @@ def synthetic(
         "predictor_weights": "int4" if predictor == "lowrank" else None,
         "hot_frequency": Config().hot_frequency if hot_frequency is None else hot_frequency,
         "law": _LAW if active < 1 else None,
-        "residual": RESIDUAL,
+        "residual": drawn.RESIDUAL,
         "locality": locality,
         "seed": seed,
     } | ({} if distinct_layers is None else {"distinct_layers": distinct_layers})
     more = ({} if layers is None else {"num_hidden_layers": layers}) | ({"dtype": weights} if weights in FLOATS else {})
-    config = build_config(shape, active < 1, **more, torch_pi2_synthetic=label)
+    config = drawn.build_config(shape, active < 1, **more, torch_pi2_synthetic=label)
     if layers is not None and config.num_hidden_layers != layers:
         expected, fix = f"{config.num_hidden_layers}, the kinds that the shape lists", "Change layers_block_type."
         raise ConfigError("synthetic(layers=...)", expected=expected, found=repr(layers), fix=fix)
@@ -145,14 +136,14 @@ class _Writer:
         with torch.device("meta"):
             self._model: nn.Module = AutoModelForCausalLM.from_config(config)
         self._generator = torch.Generator().manual_seed(int(label["seed"]))
-        self._d = direction(self.hidden, self._generator)
+        self._d = drawn.direction(self.hidden, self._generator)
         self._swiglu = label["active"] == 1
         self._p: dict[int, torch.Tensor] = {}  # number of neurons -> how often they fire
 
     def _frequencies(self, neurons: int) -> torch.Tensor:
         if neurons not in self._p:  # of SwiGLU half of the gates are positive
             half = torch.full((neurons,), 0.5, dtype=torch.float64)
-            self._p[neurons] = half if self._swiglu else power_law(neurons, float(self.label["active"]))
+            self._p[neurons] = half if self._swiglu else drawn.power_law(neurons, float(self.label["active"]))
         return self._p[neurons]
 
     def _n_hot(self, site: FFNSite) -> int:
@@ -194,7 +185,7 @@ class _Writer:
                 deviation = (_BLOCK if name.endswith(("o_proj", "out_proj")) else 1) / math.sqrt(columns)
                 for start in range(0, rows, _CHUNK):
                     count = min(_CHUNK, rows - start)
-                    made = random_rows(count, columns, self.kind, deviation, self._generator)
+                    made = drawn.random_rows(count, columns, self.kind, deviation, self._generator)
                     out.write_bytes(f"{name}.weight", made.flatten(), start * made.shape[1])
             alike: dict[Any, list[FFNSite]] = defaultdict(list)
             for site in sites:
@@ -216,7 +207,7 @@ class _Writer:
         if name.endswith(("embed_tokens.weight", "embeddings.weight")):
             for start in range(0, shape[0], _CHUNK):
                 rows = (min(_CHUNK, shape[0] - start), shape[1])
-                yield start, embedding_noise(*rows, float(self.label["locality"]), self._generator) + self._d
+                yield start, drawn.embedding_noise(*rows, float(self.label["locality"]), self._generator) + self._d
         elif name.endswith("bias"):
             yield 0, torch.randn(shape, generator=self._generator) * 0.1 * ("attn" in name)
         elif name.endswith(".gate.weight"):
@@ -229,7 +220,7 @@ class _Writer:
 
     def _write_site(self, site: FFNSite, out: TensorWriter, predictors: FittedPredictors) -> None:
         p_I = self._frequencies(site.intermediate)
-        gate = GateMaker(self._d, p_I, self.kind, self._generator, rank=int(self.label["rank"]))
+        gate = drawn.GateMaker(self._d, p_I, self.kind, self._generator, rank=int(self.label["rank"]))
         # second moment of h: about 1/4 for relu(gate) up where it is not zero, about 1/8 for silu(gate) up
         moment = 1 / 8 if self._swiglu else float(self.label["active"]) / 4
         if not site.gated:  # relu2(up), up normal with deviation 1 / sqrt(2)
@@ -239,11 +230,11 @@ class _Writer:
         moment = 1.0 if eps else moment
         down, rows = _BLOCK / math.sqrt(moment * site.intermediate), site.rows_per_neuron
         for start in range(0, site.intermediate, _CHUNK):
-            stop = min(start + _CHUNK, site.intermediate)
-            neuron_rows = torch.empty((stop - start, rows, row_bytes(self.kind, self.hidden)), dtype=torch.uint8)
-            neuron_rows[:, 0] = gate.rows(start, stop)
+            count = min(_CHUNK, site.intermediate - start)
+            neuron_rows = torch.empty((count, rows, row_bytes(self.kind, self.hidden)), dtype=torch.uint8)
+            neuron_rows[:, 0] = gate.rows(start, start + count)
             for row, deviation in ((-2, 1 / math.sqrt(self.hidden)), (-1, down))[3 - rows :]:
-                neuron_rows[:, row] = random_rows(stop - start, self.hidden, self.kind, deviation, self._generator)
+                neuron_rows[:, row] = drawn.random_rows(count, self.hidden, self.kind, deviation, self._generator)
             out.write(f"{site.key}.bundles", neuron_rows, row=start)
         for name in neuron_specs(site, self.kind):
             if ".bias_" in name:

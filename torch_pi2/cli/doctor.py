@@ -4,8 +4,6 @@ With --target: whether bundles can be exported for it here, and if not, what is 
 With --measure: what computing and reading cost on this machine, for plans (`torch-pi2 plan --hardware measured`).
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import json
@@ -196,7 +194,7 @@ def _render_hardware(found: dict[str, Any] | None) -> str:
     return f"{found['path']}: {shown}".replace("\n", f"\n{' ' * 11}")
 
 
-def describe_hardware(hardware: Hardware) -> str:
+def describe_hardware(hardware: "Hardware") -> str:
     """The most important figures of a profile; ``--json`` has all."""
     reads = hardware.reads
     found = ((block, block / reads.us(1000, block, reads.file_bytes, _DEPTH) * 1e3) for block in _BLOCKS)

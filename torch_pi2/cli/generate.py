@@ -1,7 +1,5 @@
 """Continue a prompt with a model: a GGUF file, or a checkpoint, optimised or packed. `torch-pi2 run` is for bundles."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys
@@ -106,7 +104,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     return result | {"trace": recorded and recorded.summary(), **more}
 
 
-def _by_transformers(model: Any, inputs: Any, tokenizer: Any, args: argparse.Namespace, ends: list[int]) -> Generated:
+def _by_transformers(model: Any, inputs: Any, tokenizer: Any, args: argparse.Namespace, ends: list[int]) -> "Generated":
     import torch
 
     from torch_pi2.decode.generate import Generated

@@ -3,8 +3,6 @@
 For a checkpoint that is not optimised, show what would become of its feed-forward layers; no weights are read.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import os
@@ -134,7 +132,7 @@ def describe(folder: Path, verify: bool = False, progress: bool = True) -> dict[
     }
 
 
-def _budget(folder: Path, store: Path, plan: Plan, predictors: Mapping[str, Any]) -> dict[str, Any]:
+def _budget(folder: Path, store: Path, plan: "Plan", predictors: Mapping[str, Any]) -> dict[str, Any]:
     """Budgets in bytes that ``torch_pi2.load`` takes, with default settings; ``unknown``: why they are not known."""
     import torch
 

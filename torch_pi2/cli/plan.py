@@ -5,8 +5,6 @@ neuron orders and methods stay, and the plan gets the placement with the shortes
 budgets. torch-pi2 optimize MODEL --hardware NAME does both for a checkpoint.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from pathlib import Path
@@ -129,7 +127,7 @@ def _for_machine(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def _statistics(args: argparse.Namespace) -> ActivationStats:
+def _statistics(args: argparse.Namespace) -> "ActivationStats":
     """The statistics of ``--stats``, or those in the folder MODEL."""
     if args.stats is not None:
         return models.load_stats(args.stats)
@@ -164,16 +162,14 @@ def render(result: dict[str, Any]) -> str:
 
         shown.append(render_folder(result | {"verdict": None}))
     if "hardware" in result:
-        shown.append(_render_machine(result["hardware"], result["buckets"]))
+        about, buckets = result["hardware"], result["buckets"]
+        rows = [bucket | {f"{part}_ms": ms for part, ms in bucket["ms"].items() if ms >= 5e-4} for bucket in buckets]
+        parts = [f"{part}_ms" for part in buckets[0]["ms"]]
+        names = ("batch", "tokens_per_s", "total_ms", *parts, "hot", "accelerator", "resident", "cache_bytes")
+        budget = about["budget_bytes"]
+        memory = "everything in memory" if budget is None else f"budget {common.size(budget)}"
+        head = f"predicted for {about['hardware']} ({about['source']}), {memory}, {about['context']} tokens each"
+        shown.append(f"{head}:\n{common.records(rows, names)}")
     if result.get("out"):
         shown.append(f"wrote {result['out']}")
     return "\n".join(shown)
-
-
-def _render_machine(about: dict[str, Any], buckets: list[dict[str, Any]]) -> str:
-    rows = [bucket | {f"{part}_ms": ms for part, ms in bucket["ms"].items() if ms >= 5e-4} for bucket in buckets]
-    parts = [f"{part}_ms" for part in buckets[0]["ms"]]
-    names = ("batch", "tokens_per_s", "total_ms", *parts, "hot", "accelerator", "resident", "cache_bytes")
-    budget = "everything in memory" if about["budget_bytes"] is None else f"budget {common.size(about['budget_bytes'])}"
-    head = f"predicted for {about['hardware']} ({about['source']}), {budget}, {about['context']} tokens each"
-    return f"{head}:\n{common.records(rows, names)}"

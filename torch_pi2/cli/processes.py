@@ -1,7 +1,5 @@
 """Commands that several processes of ``torchrun`` or ``accelerate launch`` run together."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal
@@ -69,7 +67,7 @@ def process_group(args: argparse.Namespace, *models: str) -> Iterator[list[str]]
         yield [str(own_shard(Path(model))) if model in shards else model for model in models]
 
 
-def coordinated(args: argparse.Namespace, model: nn.Module) -> nn.Module:
+def coordinated(args: argparse.Namespace, model: "nn.Module") -> "nn.Module":
     """``model``, just loaded within :func:`process_group`. Processes other than the first follow it here, then exit."""
     from torch_pi2.decode.broadcast import group_of
     from torch_pi2.decode.lead import lead

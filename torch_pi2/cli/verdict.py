@@ -1,7 +1,5 @@
 """The verdict that verbs print after writing a model, and keep in its folder and model card."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import textwrap
@@ -39,7 +37,7 @@ def _name_of(source: str | Path) -> str:
     return Path(source).resolve().name if Path(source).is_dir() else str(source)
 
 
-def dense_of(args: argparse.Namespace, needed: int) -> tuple[nn.Module | None, dict[str, str]]:
+def dense_of(args: argparse.Namespace, needed: int) -> "tuple[nn.Module | None, dict[str, str]]":
     """The dense model ``args.model``, if ``needed`` bytes are free for it and it loads; else None and the reason."""
     if why := no_memory(needed):
         return None, {"dense": why}
@@ -77,7 +75,7 @@ def of_folder(args: argparse.Namespace, verb: str, lossy: Sequence[str] = ()) ->
     keep(args.out, found, args.source)
 
 
-def _of_folder(args: argparse.Namespace, made: Sequence[str], lossy: Sequence[str]) -> Verdict:
+def _of_folder(args: argparse.Namespace, made: Sequence[str], lossy: Sequence[str]) -> "Verdict":
     import torch_pi2
     from torch_pi2.eval.verdict import judge, unmeasured, weight_bytes
     from torch_pi2.store.parts import Parts
@@ -110,7 +108,7 @@ def loading(args: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(model=str(args.source), dtype="auto", **about)
 
 
-def read(folder: Path, model_hash: str | None = None) -> Verdict | None:
+def read(folder: Path, model_hash: str | None = None) -> "Verdict | None":
     from torch_pi2.types.verdict import Verdict
 
     return Verdict.find(folder / "pi2" if (folder / "pi2").is_dir() else folder, model_hash)
@@ -121,7 +119,7 @@ def as_json(folder: Path, model_hash: str | None = None) -> dict[str, Any] | Non
     return None if found is None else found.to_json()
 
 
-def keep(folder: Path, verdict: Verdict, source: str | Path) -> None:
+def keep(folder: Path, verdict: "Verdict", source: str | Path) -> None:
     """Write ``verdict`` and the model card into ``folder``, which was made from ``source``."""
     from torch_pi2.checkpoint.card import write_card
 

@@ -70,12 +70,9 @@ def set_budget(model: nn.Module, budget: float | str) -> Budget:
     made = made.with_total(total, store.path.parent.parent)
     if made.cache > store.opened_bytes:
         most = parts.smallest + parts.in_slots(store.opened_bytes)
-        raise ConfigError(
-            f"budget for {store.path.parent.parent}",
-            expected=f"at most {mebibytes(most)}, as it was loaded",
-            found=mebibytes(made.total, up=True),
-            fix="Load the model with the largest budget that it is going to have.",
-        )
+        what, expected = f"budget for {store.path.parent.parent}", f"at most {mebibytes(most)}, as it was loaded"
+        fix = "Load the model with the largest budget that it is going to have."
+        raise ConfigError(what, expected=expected, found=mebibytes(made.total, up=True), fix=fix)
     if made.gates < parts.gates:
         place_gates(model, store.path, plan, made.gates)
     store.resize(made.cache)
@@ -185,12 +182,9 @@ def divide_budget(
     }
     if budget_bytes < sum(parts.values()):
         needed = ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in parts.items())
-        raise ConfigError(
-            f"budget for {store.path.parent.parent}",
-            expected=f"at least {mebibytes(sum(parts.values()), up=True)} ({needed})",
-            found=mebibytes(budget_bytes),
-            fix=f"Give it more, or lower {LESS}.",
-        )
+        what = f"budget for {store.path.parent.parent}"
+        expected = f"at least {mebibytes(sum(parts.values()), up=True)} ({needed})"
+        raise ConfigError(what, expected=expected, found=mebibytes(budget_bytes), fix=f"Give it more, or lower {LESS}.")
     found = {"cache": 0, "neurons": count * slot, "token": 0, "slot": slot}
     made = Budget(total=budget_bytes, **parts, **found, context=context, piece_tokens=piece_tokens(context))
     made = with_gates(made, store, plan, model_config, config)

@@ -3,7 +3,7 @@
 import inspect
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -81,18 +81,13 @@ def same_frequencies_up_to(model: nn.Module) -> int:
         kinds = getattr(module, "rope_type", None)
         kinds = list(kinds.values()) if isinstance(kinds, Mapping) else [kinds]
         if any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds):
-            lengths += _original_lengths(module)
+            config: Any = module.config
+            parameters = getattr(config, "rope_parameters", None) or {}
+            parts = (parameters, *(p for p in parameters.values() if isinstance(p, Mapping)))
+            trained = [part.get("original_max_position_embeddings") for part in parts]
+            named = [getattr(module, "original_max_seq_len", None), *trained]
+            lengths += [length for length in named if isinstance(length, int)] or [0]
     return min(lengths)
-
-
-def _original_lengths(module: Any) -> Iterator[int]:
-    """The trained lengths that a rotary embedding names; 0 if it names none."""
-    parameters = getattr(module.config, "rope_parameters", None) or {}
-    candidates = [getattr(module, "original_max_seq_len", None)]
-    for part in (parameters, *(p for p in parameters.values() if isinstance(p, Mapping))):
-        candidates.append(part.get("original_max_position_embeddings"))
-    lengths = [length for length in candidates if isinstance(length, int)]
-    return iter(lengths or [0])
 
 
 def most_positions(model: nn.Module) -> int:

@@ -17,17 +17,10 @@ from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.fields import argument, checked
 from torch_pi2.base.memory import keep_freed_memory
 from torch_pi2.base.progress import log_once
+from torch_pi2.decode import chunked_prefill
 from torch_pi2.decode.attention import adds_masks, masks_of, packed_attention
 from torch_pi2.decode.broadcast import announce, broadcast_call, check_coordinated, group_of
 from torch_pi2.decode.budget import room_for_compiling
-from torch_pi2.decode.chunked_prefill import (
-    LEAST_TOKENS,
-    attends_itself,
-    lossless_chunk_tokens,
-    most_positions,
-    same_frequencies_up_to,
-    takes_several_lengths,
-)
 from torch_pi2.decode.guards import Guards
 from torch_pi2.decode.kv_cache import ForgottenStates, KeyValues, States, cache_name, check_continued, of_another_dtype
 from torch_pi2.decode.plan_controller import controller_of
@@ -160,7 +153,7 @@ class Decoder:
         if max_tokens < 2 or batch < 1:
             fix = "max_tokens is the length of prompt and answer together."
             raise ConfigError("max_tokens, batch", expected="at least 2 and 1", found=f"{max_tokens}, {batch}", fix=fix)
-        if max_tokens > (most := most_positions(model)):
+        if max_tokens > (most := chunked_prefill.most_positions(model)):
             argument(max_tokens, "tokens of prompt and answer", "Ask for fewer, or shorten the prompt.").wrong(
                 f"at most {most}: {type(model).__name__} has a table of so many positions", str(max_tokens)
             )
@@ -168,7 +161,7 @@ class Decoder:
         self.lengths, self.logits, self.chunk_tokens = list[int](), logits, chunk_tokens
         self.device, self.compiled, self.recorded = device_of(model), compiled and recorded is not False, recorded
         self._dtype = getattr(model, "dtype", None)
-        if grows := recorded is not True and attends_itself(model):
+        if grows := recorded is not True and chunked_prefill.attends_itself(model):
             self.compiled, self.recorded = False, False
         self._inspect_model()
         self._grows, self._kv = grows, KeyValues(model, max_tokens, batch, self.device, grows)
@@ -212,13 +205,12 @@ class Decoder:
         handle = ModelState.of(self.model)
         budget = None if handle is None else handle.budget
         keep_freed_memory()
-        self._chunk_limit = 0
-        if not self.chunk_tokens:
-            self._chunk_limit = lossless_chunk_tokens(self.model) if budget is None else budget.piece_tokens
-        self._least_tokens = LEAST_TOKENS if budget is None else 1
+        limit = 0 if self.chunk_tokens else None if budget is None else budget.piece_tokens
+        self._chunk_limit = chunked_prefill.lossless_chunk_tokens(self.model) if limit is None else limit
+        self._least_tokens = chunked_prefill.LEAST_TOKENS if budget is None else 1
         self._short_chunks = self._chunk_limit > 0 and budget is None
-        self._positions = takes_several_lengths(self.model, self.max_tokens)
-        self._same_frequencies = same_frequencies_up_to(self.model)
+        self._positions = chunked_prefill.takes_several_lengths(self.model, self.max_tokens)
+        self._same_frequencies = chunked_prefill.same_frequencies_up_to(self.model)
 
     def _inputs(self, ids_BT: torch.Tensor) -> dict[str, Any]:
         cache = self._kv.growing(slice(len(ids_BT)), self.length) if self._grows else self.cache

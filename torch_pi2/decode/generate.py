@@ -28,19 +28,10 @@ _DRAFTED = 4
 
 #: Settings of a generation configuration that :func:`generate` ignores, and their neutral values.
 _IGNORED: dict[str, tuple[Any, ...]] = {
-    "repetition_penalty": (None, 1.0),
-    "no_repeat_ngram_size": (None, 0),
-    "min_length": (None, 0),
-    "min_new_tokens": (None, 0),
-    "bad_words_ids": (None,),
-    "sequence_bias": (None,),
-    "suppress_tokens": (None,),
-    "begin_suppress_tokens": (None,),
-    "exponential_decay_length_penalty": (None,),
-    "guidance_scale": (None, 1.0),
-    "forced_bos_token_id": (None,),
-    "forced_eos_token_id": (None,),
-    "num_beams": (None, 1),
+    **dict.fromkeys(("repetition_penalty", "guidance_scale", "num_beams"), (None, 1)),
+    **dict.fromkeys(("no_repeat_ngram_size", "min_length", "min_new_tokens"), (None, 0)),
+    **dict.fromkeys(("bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens"), (None,)),
+    **dict.fromkeys(("exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id"), (None,)),
 }
 
 

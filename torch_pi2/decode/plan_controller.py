@@ -6,8 +6,6 @@ controller resizes a store's cache and changes how many neurons of each layer ar
 the background.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Sequence
@@ -29,7 +27,7 @@ from torch_pi2.types.plan import Bucket, HardwarePlan, Plan
 
 @checked
 @fresh_settings()
-def follow(model: nn.Module, plan: Plan | HardwarePlan) -> PlanController:
+def follow(model: nn.Module, plan: Plan | HardwarePlan) -> "PlanController":
     """Let an optimised ``model`` follow ``plan`` as the number of sequences that it decodes together changes.
 
     Call it before compiling the model: graphs keep the hot neurons that they were made with. A later call replaces the
@@ -67,7 +65,7 @@ def follow(model: nn.Module, plan: Plan | HardwarePlan) -> PlanController:
     return controller
 
 
-def controller_of(model: nn.Module) -> PlanController | None:
+def controller_of(model: nn.Module) -> "PlanController | None":
     """The last result of :func:`follow`; None if ``model`` follows no plan."""
     handle = ModelState.of(model)
     controller = None if handle is None else handle.controller

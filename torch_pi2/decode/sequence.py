@@ -25,13 +25,10 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not (LEAST_TEMPERATURE <= self.temperature < math.inf and self.top_k >= 0 and 0 < self.top_p <= 1):
-            raise ConfigError(
-                "sampling",
-                expected=f"a temperature of {LEAST_TEMPERATURE:g} or more, top_k of 0 or more, top_p above 0 and at "
-                "most 1",
-                found=f"{self.temperature:g}, {self.top_k} and {self.top_p:g}",
-                fix="Correct it; greedy: temperature 0 or do_sample=False.",
-            )
+            least = f"a temperature of {LEAST_TEMPERATURE:g} or more, top_k of 0 or more"
+            found = f"{self.temperature:g}, {self.top_k} and {self.top_p:g}"
+            fix = "Correct it; greedy: temperature 0 or do_sample=False."
+            raise ConfigError("sampling", expected=f"{least}, top_p above 0 and at most 1", found=found, fix=fix)
 
 
 def not_finite() -> NonFiniteError:

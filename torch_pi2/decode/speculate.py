@@ -82,16 +82,11 @@ class Assistant:
     def __init__(self, model: nn.Module, of: nn.Module, max_tokens: int, compiled: bool) -> None:
         vocab, found = _vocabulary(of), _vocabulary(model)
         if found != vocab or any(parameter.is_meta for parameter in model.parameters()):
-            raise ConfigError(
-                "assistant_model",
-                expected=f"a causal language model with the vocabulary of the one that it helps, {vocab} tokens",
-                found="one without weights (on meta)"
-                if found == vocab
-                else f"a {type(model).__name__}, which says nothing about next tokens"
-                if found is None
-                else f"a vocabulary of {found}",
-                fix="Pass a smaller model of the same family, or use prompt_lookup, which takes none.",
-            )
+            expected = f"a causal language model with the vocabulary of the one that it helps, {vocab} tokens"
+            has = "one without weights (on meta)" if found == vocab else f"a vocabulary of {found}"
+            has = f"a {type(model).__name__}, which says nothing about next tokens" if found is None else has
+            fix = "Pass a smaller model of the same family, or use prompt_lookup, which takes none."
+            raise ConfigError("assistant_model", expected=expected, found=has, fix=fix)
         places = getattr(model.config, "max_position_embeddings", None)
         self._most = min(max_tokens, max_tokens if places is None else places, most_positions(model))
         self._decoder = Decoder(model, max_tokens=self._most, compiled=compiled, logits=True)

@@ -4,8 +4,6 @@ A process that fails writes the reason into the group's key-value store before i
 writes nothing, which identifies it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 import weakref
@@ -30,7 +28,7 @@ _GLOO_ERRORS = ("gloo", "onnection closed by peer", "onnection reset", "Timed ou
 
 
 #: Groups by name: compiled code knows only the name.
-groups: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
+groups: "weakref.WeakValueDictionary[str, Group]" = weakref.WeakValueDictionary()
 
 
 def _broadcast(own: torch.Tensor, root: int, group_name: str) -> torch.Tensor:
@@ -224,5 +222,5 @@ class Group:
         except RuntimeError:  # base of all errors of torch.distributed
             return None
 
-    def __deepcopy__(self, _memo: Any) -> Group:
+    def __deepcopy__(self, _memo: Any) -> "Group":
         return self

@@ -54,10 +54,9 @@ def partition_layers(plan: Plan, ranks: int, shares: Sequence[float] | None = No
         site, block = layer.site, block_of(layer.site.key)
         sizes[block] = sizes.get(block, 0) + site.intermediate * site.rows_per_neuron * site.hidden
     if row_of_blocks(layer.site.key for layer in plan.layers) is None:
-        argument(plan, "stages of layers", "Partition by neurons, by='neurons'.").wrong(
-            "feed-forward layers in the blocks of one row, such as model.layers.0, model.layers.1",
-            ", ".join([*sizes][:3]),
-        )
+        expected = "feed-forward layers in the blocks of one row, such as model.layers.0, model.layers.1"
+        fix = "Partition by neurons, by='neurons'."
+        argument(plan, "stages of layers", fix).wrong(expected, ", ".join([*sizes][:3]))
     if len(sizes) < ranks:
         fix = "Use fewer machines, or partition by neurons, by='neurons'."
         argument(ranks, f"{ranks} machines for {len(sizes)} blocks of layers", fix).wrong(f"at most {len(sizes)}")

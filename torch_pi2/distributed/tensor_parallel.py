@@ -32,12 +32,6 @@ class Share:
         #: Index of each chunk's sum among the gathered ones, in the layer's order.
         self.order = [places[chunk] for chunk in sorted(places)]
 
-    def add_chunks(self, own_CTH: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-        """All chunks' sums, added in the layer's order, plus ``bias``, in the shape and dtype of ``x``."""
-        if self.own < self.most:
-            own_CTH = torch.cat([own_CTH, own_CTH.new_zeros(self.most - self.own, *own_CTH.shape[1:])])
-        return torch.ops.pi2.add_parts(self.group.gather(own_CTH), self.order, bias, x)
-
     def add_ranks(self, own: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """The sum of ``own``, float32 ``[..., H]``, by rank, in the shape and dtype of ``x``."""
         parts_RTH = self.group.gather(own.reshape(1, -1, own.shape[-1]))
@@ -53,11 +47,14 @@ class ShardedFFN(OffloadedFFN):
         return self.share.group.run(self._summed, x, asked, n_hot, threshold)
 
     def _summed(self, x: torch.Tensor, asked: tuple[Any, ...], n_hot: int, threshold: float) -> torch.Tensor:
-        if x.numel() // self.site.hidden < self.share.by_chunk_below:
-            own_CTH = self._call(x, asked, n_hot, threshold, None, self.share.own)
-            return self.share.add_chunks(own_CTH, self.bias_down, x)
-        bias = self.bias_down if self.share.group.rank == 0 else None
-        return self.share.add_ranks(self._call(x.float(), asked, n_hot, threshold, bias, 0), x)
+        share = self.share
+        if x.numel() // self.site.hidden < share.by_chunk_below:
+            own_CTH = self._call(x, asked, n_hot, threshold, None, share.own)
+            if share.own < share.most:
+                own_CTH = torch.cat([own_CTH, own_CTH.new_zeros(share.most - share.own, *own_CTH.shape[1:])])
+            return torch.ops.pi2.add_parts(share.group.gather(own_CTH), share.order, self.bias_down, x)
+        bias = self.bias_down if share.group.rank == 0 else None
+        return share.add_ranks(self._call(x.float(), asked, n_hot, threshold, bias, 0), x)
 
 
 class ShardedExperts(OffloadedExperts):

@@ -46,14 +46,10 @@ def harness(
         expected, fix = "a model of transformers", "Use bits_per_byte."
         raise UnsupportedModelError("lm-eval", expected=expected, found=f"a {type(model).__name__}", fix=fix)
     with _offline(), evaluating(model), sparse_only():
-        found = simple_evaluate(
-            HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size),
-            tasks=_loaded(tasks),
-            limit=limit,
-            random_seed=None,  # leaves the caller's generators alone
-            numpy_random_seed=None,
-            torch_random_seed=None,
-        )
+        lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+        # None: leaves the caller's generators alone
+        seeds: Any = dict.fromkeys(("random_seed", "numpy_random_seed", "torch_random_seed"))
+        found = simple_evaluate(lm, tasks=_loaded(tasks), limit=limit, **seeds)
     metrics: dict[str, dict[str, float]] = {}
     for task, figures in found["results"].items():
         of_task = metrics.setdefault(task, {})

@@ -4,8 +4,6 @@ A lane holds one sequence. Methods take the positions of their tokens, so sequen
 a new prompt starts at position 0.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -17,17 +15,8 @@ from torch_pi2.base.fields import argument
 from torch_pi2.base.memory import trim, untouched_zeros
 from torch_pi2.decode.kv_cache import cache_name, cache_of
 from torch_pi2.errors import UnsupportedModelError
-from torch_pi2.export.attention import (
-    KV_DTYPES,
-    Select,
-    define,
-    exportable_attention,
-    lane_layers,
-    packed,
-    reset_rotary,
-    takes_attention,
-    unpacked,
-)
+from torch_pi2.export import attention
+from torch_pi2.export.attention import Select
 from torch_pi2.export.program import MethodSpec, named_failures
 from torch_pi2.layers.prompt import sparse_only
 
@@ -46,10 +35,10 @@ class Lanes(nn.Module):
         super().__init__()
         self.model = model
         config: Any = model.config
-        self.ours = takes_attention(model)
+        self.ours = attention.takes_attention(model)
         _check_attention(model, config.get_text_config(decoder=True), max_tokens, kv, self.ours)
-        reset_rotary(model)
-        define()
+        attention.reset_rotary(model)
+        attention.define()
         with torch.no_grad():  # cache shapes from one token: configurations name them in many ways
             seen = cache_of(model(input_ids=torch.zeros((1, 1), dtype=torch.int64), use_cache=True)).layers
         self.layers, self.lanes, self.max_tokens = len(seen), lanes, max_tokens
@@ -58,14 +47,14 @@ class Lanes(nn.Module):
             width = max(self._widths[i])
             for kind, one in (("key", layer.keys), ("value", layer.values)):
                 if self.ours:
-                    row = packed(torch.zeros(width), KV_DTYPES[kv])
+                    row = attention.packed(torch.zeros(width), attention.KV_DTYPES[kv])
                     cache = untouched_zeros((lanes, one.shape[1], max_tokens, len(row)), row.dtype)
                 else:
                     cache = untouched_zeros((lanes * max_tokens, one.shape[1], one.shape[3]), torch.float32)
                 self.register_buffer(f"{kind}_{i}", cache, persistent=False)
         self.register_buffer("slots", torch.arange(max_tokens), persistent=False)
 
-    def variant(self) -> Lanes:
+    def variant(self) -> "Lanes":
         """A copy with modules of its own that shares weights and KV cache."""
         tensors: dict[int, Any] = {id(tensor): tensor for tensor in (*self.parameters(), *self.buffers())}
         return copy.deepcopy(self, tensors)
@@ -84,7 +73,7 @@ class Lanes(nn.Module):
     def floats(self, lane: int, tokens: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a lane's first tokens in a layer, float32 ``[tokens, KV heads, width]``."""
         held = zip(self.lane(lane)[layer], self._widths[layer])
-        keys, values = (unpacked(rows[:tokens])[..., :width] for rows, width in held)
+        keys, values = (attention.unpacked(rows[:tokens])[..., :width] for rows, width in held)
         return keys, values
 
     def forget(self) -> None:
@@ -99,10 +88,10 @@ class Lanes(nn.Module):
         from transformers.cache_utils import Cache
 
         rows_BT = lane_B[:, None] * self.max_tokens + positions_BT
-        layers = lane_layers(self.caches(), rows_BT, self.lanes, select, self.ours)
+        layers = attention.lane_layers(self.caches(), rows_BT, self.lanes, select, self.ours)
         slots: Any = self.slots
         seen_B1TL = slots[None, None, None, : 1 if self.ours else None] <= positions_BT[:, None, :, None]
-        with exportable_attention(self.model, layers):
+        with attention.exportable_attention(self.model, layers):
             how: Any = {"use_cache": True, "logits_to_keep": last, cache_name(self.model): Cache(layers=layers)}
             mask = torch.where(seen_B1TL, 0.0, float("-inf"))
             output = self.model(input_ids=ids_BT, position_ids=positions_BT, attention_mask=mask, **how)

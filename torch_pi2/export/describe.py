@@ -14,18 +14,10 @@ from torch_pi2.base.package import __version__, needed
 from torch_pi2.decode.budget import engine_bytes, scratch_bytes, wanted_neurons
 from torch_pi2.decode.sequence import end_tokens
 from torch_pi2.errors import ArtifactError
+from torch_pi2.export import manifest
 from torch_pi2.export.decoder import prompt_sizes, sizes_of
 from torch_pi2.export.executorch import EXECUTORCH
 from torch_pi2.export.hot import CHUNK
-from torch_pi2.export.manifest import (
-    CONTEXT_METHOD,
-    PROGRAM_FILE,
-    STORE_FILE,
-    Manifest,
-    MethodEntry,
-    Model,
-    describe_files,
-)
 from torch_pi2.export.methods import Methods, Source
 from torch_pi2.export.settings import ExportSettings
 from torch_pi2.export.store import StoreFacts, kind_of, kinds_of
@@ -44,24 +36,28 @@ _TOKENIZER_READ, _TOKENIZER_KEPT = 8, 4
 
 def manifest_of(
     source: Source, settings: ExportSettings, facts: StoreFacts, staging: Path, methods: Methods, planned: Any
-) -> Manifest:
+) -> manifest.Manifest:
     """The manifest of the files in ``staging``; ``planned``: bytes of ExecuTorch's arena and XNNPACK's workspace."""
-    model, layers, decoder, files = source.model, source.layers, source.decoder, describe_files(staging)
+    model, layers, decoder, files = source.model, source.layers, source.decoder, manifest.describe_files(staging)
     config: Any = getattr(model, "config", None)
     text: Any = config.get_text_config(decoder=True) if decoder or not layers else None
     fixed = {"forward": (1, settings.forward_tokens if decoder else 1), "fork": (1, 1)}
     entries = {}
     for name in methods.specs:
         chunks, sizes = tuple(methods.chunks.get(name, ())), fixed.get(name) or sizes_of(name)
-        entries[name] = MethodEntry(name.partition("_")[0], *sizes, chunks)
+        entries[name] = manifest.MethodEntry(name.partition("_")[0], *sizes, chunks)
+    versions = {"torch_pi2": __version__, "torch": torch.__version__, "executorch": EXECUTORCH}
+    for package, used in (("transformers", decoder), ("torchao", settings.linears != "float32")):
+        versions |= {package: importlib.metadata.version(package)} if used else {}
+    versions["python"] = ".".join(map(str, sys.version_info[:3]))
     plan = source.parts.plan
     chosen = chosen_shares(config, [layer.site for layer in plan.layers])
-    return Manifest(
+    return manifest.Manifest(
         kind="decoder" if decoder else "module",
         target=settings.target,
-        made_by=_made_by(decoder, settings),
+        made_by=versions,
         files=files,
-        model=Model(
+        model=manifest.Model(
             class_name=source.name,
             model_type=getattr(config, "model_type", None),
             model_hash=plan.model_hash,
@@ -77,7 +73,7 @@ def manifest_of(
         eos=tuple(sorted(end_tokens(model, None, source.tokenizer))) if decoder else (),
         bos=_bos(model, source.tokenizer) if decoder else None,
         lossy=tuple(_lossy(source, settings, methods)),
-        pte_bytes=files[PROGRAM_FILE].bytes,
+        pte_bytes=files[manifest.PROGRAM_FILE].bytes,
         store_bytes=facts.file_bytes,
         ffn_bytes=facts.ffn_bytes,
         fixed_bytes=_fixed_bytes(
@@ -102,29 +98,20 @@ def _fixed_bytes(folder: Path, packed_copies: int, planned: tuple[int, int], pre
     of weights that XNNPACK repacks. ``predictors``: bytes, with biases. ``tokens``: most of one call.
     """
     tokenizer = (folder / "tokenizer.json").stat().st_size if (folder / "tokenizer.json").is_file() else 0
-    packed = describe_program(folder / PROGRAM_FILE)["bytes"]["named"]
-    size = (folder / PROGRAM_FILE).stat().st_size + (packed_copies - 1) * packed + sum(planned) + predictors
-    if (folder / STORE_FILE).is_file():
-        with StoreReader(folder / STORE_FILE) as store:
+    packed = describe_program(folder / manifest.PROGRAM_FILE)["bytes"]["named"]
+    size = (folder / manifest.PROGRAM_FILE).stat().st_size + (packed_copies - 1) * packed + sum(planned) + predictors
+    if (folder / manifest.STORE_FILE).is_file():
+        with StoreReader(folder / manifest.STORE_FILE) as store:
             entries = store.entries
         size += sum(engine_bytes(entries, OffloadConfig())) + max(scratch_bytes(e, tokens) for e in entries)
     return _PROCESS_BYTES + max(_TOKENIZER_KEPT * tokenizer + size, _TOKENIZER_READ * tokenizer)
-
-
-def _made_by(decoder: bool, settings: ExportSettings) -> dict[str, str]:
-    versions = {"torch_pi2": __version__, "torch": torch.__version__, "executorch": EXECUTORCH}
-    if decoder:
-        versions["transformers"] = importlib.metadata.version("transformers")
-    if settings.linears != "float32":
-        versions["torchao"] = importlib.metadata.version("torchao")
-    return versions | {"python": ".".join(map(str, sys.version_info[:3]))}
 
 
 def runner_constants(source: Source, settings: ExportSettings) -> dict[str, int | bool | list[int]]:
     """Constant methods that describe a decoder, under the names of ExecuTorch's LLM runner."""
     config: Any = source.model.config
     constants: dict[str, Any] = {
-        CONTEXT_METHOD: settings.max_tokens,
+        manifest.CONTEXT_METHOD: settings.max_tokens,
         "get_max_seq_len": settings.forward_tokens,  # of one call
         "get_vocab_size": config.get_text_config(decoder=True).vocab_size,
         "use_kv_cache": True,

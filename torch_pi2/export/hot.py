@@ -4,8 +4,6 @@ They are chunks of :data:`CHUNK` neurons: y = sum of down_i(act(gate_i x) * up_i
 copy of the weights and differ in the number of chunks (PowerInfer-2, section 4.1.3).
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
 
@@ -55,7 +53,7 @@ class HotChunks(nn.Module):
         self.up = linears(up, bias_up)
         self.down = nn.ModuleList(linear_of(down[s].T, None) for s in chunks)
 
-    def first(self, chunks: int) -> HotChunks:
+    def first(self, chunks: int) -> "HotChunks":
         """The first ``chunks`` chunks, with the same weights."""
         part = copy.copy(self)
         part._modules = {name: modules[:chunks] for name, modules in self._modules.items()}  # type: ignore[index]

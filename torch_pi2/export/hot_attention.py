@@ -5,8 +5,6 @@ mask; new ones are outputs, which ``pi2::write_cache`` puts into the cache. :cla
 :func:`with_parts` puts them into a decoder.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -47,7 +45,7 @@ class _Seen:
     keys: torch.Tensor
     values: torch.Tensor
     hidden: tuple[torch.Tensor, torch.Tensor]
-    part: AttentionPart
+    part: "AttentionPart"
     new: tuple[torch.Tensor, ...] = ()
 
     def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -401,10 +399,8 @@ def _block(modules: Sequence[nn.Module], settings: ExportSettings, ffn_bytes: in
         size = round(weights * settings.qnn.part_bits(block) / 8)
         if ffn_bytes + size <= qnn.MOST_BYTES:
             return block
-    raise ConfigError(
-        f"export(hot_attention={settings.hot_attention!r}) for {settings.soc}",
-        expected=f"at most {qnn.MOST_BYTES >> 20} MiB of weights, which an NPU can have",
-        found=f"{(ffn_bytes + size) >> 20} MiB: attention {size >> 20} MiB, feed-forward layers {ffn_bytes >> 20} MiB "
-        f"in {settings.precision}",
-        fix="Leave it out (the CPU computes attention), or pass blocks=32 for smaller feed-forward layers.",
-    )
+    what = f"export(hot_attention={settings.hot_attention!r}) for {settings.soc}"
+    expected = f"at most {qnn.MOST_BYTES >> 20} MiB of weights, which an NPU can have"
+    parts = f"attention {size >> 20} MiB, feed-forward layers {ffn_bytes >> 20} MiB in {settings.precision}"
+    fix = "Leave it out (the CPU computes attention), or pass blocks=32 for smaller feed-forward layers."
+    raise ConfigError(what, expected=expected, found=f"{(ffn_bytes + size) >> 20} MiB: {parts}", fix=fix)

@@ -1,7 +1,5 @@
 """``manifest.json`` of a bundle: the model, its provenance, and size and checksums of every file."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -52,7 +50,7 @@ class FileEntry:
     sha256: str
 
     @classmethod
-    def of(cls, path: Path, progress: Any = None) -> FileEntry:
+    def of(cls, path: Path, progress: Any = None) -> "FileEntry":
         """The entry of the file at ``path``; ``progress`` has ``update(bytes)``. Raises OSError."""
         digest = hashlib.sha256()
         count, crc = crc32c_of_file(path, progress, digest.update)
@@ -162,7 +160,7 @@ class Manifest:
         return data
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any], where: str = MANIFEST_FILE) -> Manifest:
+    def from_json(cls, data: Mapping[str, Any], where: str = MANIFEST_FILE) -> "Manifest":
         """Inverse of :meth:`to_json`; ignores unknown fields. Raises ArtifactError, with ``where`` and the field."""
         return _made(cls, Field(data, where, _FIX), where=where)
 
@@ -171,7 +169,7 @@ class Manifest:
         atomic_write(Path(folder) / MANIFEST_FILE, sealed(self.to_json()))
 
     @classmethod
-    def load(cls, folder: str | Path, verify: bool = True) -> Manifest:
+    def load(cls, folder: str | Path, verify: bool = True) -> "Manifest":
         """The manifest of a bundle; ``verify=False`` ignores its own checksum. Raises ArtifactError."""
         path = Path(folder) / MANIFEST_FILE
         if not path.is_file():

@@ -14,16 +14,7 @@ from torch.utils._pytree import tree_map
 
 from torch_pi2.base.files import atomic_write
 from torch_pi2.errors import CalibrationError, ConfigError
-from torch_pi2.export import qnn
-from torch_pi2.export.calibrate import (
-    TOKENS,
-    before_scored,
-    first_batches,
-    inputs_of,
-    loss_of,
-    scored_rows,
-    tokens_for_weights,
-)
+from torch_pi2.export import calibrate, qnn
 from torch_pi2.export.decoder import Lanes, Programs, check_traced, method_names, method_spec, prompt_sizes, sizes_of
 from torch_pi2.export.delegated import split_hot_cold
 from torch_pi2.export.hot import CHUNK, chunks_per_batch, hot_chunks
@@ -214,20 +205,20 @@ def _compiled(
     report: dict[str, Any],
 ) -> Mapping[str, Sequence[nn.Module]]:
     """Hot parts for the NPU: method -> module of each layer. Adds the compiler's facts and the loss to ``report``."""
-    tokens = before_scored(calibration, _calibration_tokens(source, settings))
+    tokens = calibrate.before_scored(calibration, _calibration_tokens(source, settings))
     samples: Sequence[torch.Tensor | None] = [None] * len(source.ffns)
     if calibration:
-        samples = inputs_of(source.model, source.ffns, calibration, tokens=tokens)
+        samples = calibrate.inputs_of(source.model, source.ffns, calibration, tokens=tokens)
     graphs = {name: qnn.Graph(sizes_of(name), of_layers) for name, of_layers in chunks.items()}
     one_by_one = map(hot_chunks, source.ffns, most)
     lowered = qnn.lower_hot(one_by_one, samples, graphs, settings.qnn, progress=settings.progress)
     report |= {"format": REPORT_FORMAT, "version": REPORT_VERSION, **asdict(settings.qnn), **lowered.about}
     report |= {"layers": [*lowered.report.values()], "loss": None}
-    rows, after = scored_rows(calibration, tokens)
+    rows, after = calibrate.scored_rows(calibration, tokens)
     if rows:
         quantised_on = "the tokens that hot parts were quantised on"
         text = f"calibration data after {quantised_on}" if after else quantised_on
-        loss = loss_of(source.model, source.ffns, [*lowered.quantized.values()], chunks, rows)
+        loss = calibrate.loss_of(source.model, source.ffns, [*lowered.quantized.values()], chunks, rows)
         report["loss"] = {"measured_on": text} | loss
     return {method: [*of_layers.values()] for method, of_layers in lowered.modules.items()}
 
@@ -241,8 +232,8 @@ def _calibration(source: Source, settings: ExportSettings) -> Sequence[Batch]:
         expected = "calibration data, on which the inputs of hot parts are observed"
         fix = "Pass calibration=text (and tokenizer=...), or precision='fp16'."
         raise CalibrationError(what, expected=expected, found="none", fix=fix)
-    return first_batches(source.calibration, source.tokenizer, _calibration_tokens(source, settings))
+    return calibrate.first_batches(source.calibration, source.tokenizer, _calibration_tokens(source, settings))
 
 
 def _calibration_tokens(source: Source, settings: ExportSettings) -> int:
-    return tokens_for_weights(source.ffns) if settings.quantization == "gptq" else TOKENS
+    return calibrate.tokens_for_weights(source.ffns) if settings.quantization == "gptq" else calibrate.TOKENS

@@ -264,7 +264,15 @@ def lower(
     with quiet(), named_failures(f"lowering {name}", "operators that ExecuTorch has"):
         partitioners = dict.fromkeys(programs, BlobPartitioner(blob_of_node, XnnpackPartitioner()))
         edge = _delegated(programs, partitioners, constant_methods or {})
-        _check_delegated(edge, calls, name)
+        for key, wanted in calls.items():
+            module = edge.exported_program(key).graph_module
+            missed = [str(node.target) for node in module.graph.nodes if role_of(node) is not None]
+            found = sum(lowered.backend_id == BACKEND for lowered in _lowered(module))
+            if missed or found != wanted:
+                what, expected = f"lowering {name}, method {key}", f"{wanted} delegate calls of feed-forward layers"
+                more = f", and {len(missed)} operators not delegated ({missed[0]})" if missed else ""
+                fix = "Report it: the partitioner has missed a layer."
+                raise UnsupportedModelError(what, expected=expected, found=f"{found}{more}", fix=fix)
         workspace = workspace_bytes(edge)
         planning = MemoryPlanningPass(alloc_graph_input=False, share_mutable_buffers=True)
         how = ExecutorchBackendConfig(memory_planning_pass=planning, run_reinplace_pass=True)
@@ -297,18 +305,6 @@ def _delegated(programs: Mapping[str, torch.export.ExportedProgram], partitioner
     by_method = {key: [partitioner] for key, partitioner in partitioners.items()}
     how: Any = {"constant_methods": dict(constants), "compile_config": EdgeCompileConfig(**settings)}
     return to_edge_transform_and_lower(dict(programs), partitioner=by_method, **how)
-
-
-def _check_delegated(edge: Any, calls: Mapping[str, int], name: str) -> None:
-    for key, wanted in calls.items():
-        module = edge.exported_program(key).graph_module
-        missed = [str(node.target) for node in module.graph.nodes if role_of(node) is not None]
-        found = sum(lowered.backend_id == BACKEND for lowered in _lowered(module))
-        if missed or found != wanted:
-            what, expected = f"lowering {name}, method {key}", f"{wanted} delegate calls of feed-forward layers"
-            more = f", and {len(missed)} operators not delegated ({missed[0]})" if missed else ""
-            fix = "Report it: the partitioner has missed a layer."
-            raise UnsupportedModelError(what, expected=expected, found=f"{found}{more}", fix=fix)
 
 
 def workspace_bytes(edge: Any) -> int:

@@ -1,6 +1,5 @@
 """``torch.export`` of models, and of methods of a bundle; ``export_program`` is public."""
 
-import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from torch_pi2.base.fields import Field, checked
+from torch_pi2.base.package import quiet_loggers
 from torch_pi2.base.progress import bar
 from torch_pi2.errors import Pi2Error, UnsupportedModelError
 from torch_pi2.layers.ffn import SparseFFN
@@ -60,17 +60,9 @@ def trace(methods: Mapping[str, MethodSpec], name: str, *, progress: bool = Fals
 @contextmanager
 def quiet() -> Iterator[None]:
     """Suppress developer warnings and logs of torch and ExecuTorch."""
-    loggers = [logging.getLogger(name) for name in ("executorch", "torch.fx", "torch._export", "root")]
-    levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), quiet_loggers("executorch", "torch.fx", "torch._export", "root"):
         warnings.simplefilter("ignore")
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        try:
-            yield
-        finally:
-            for logger, level in zip(loggers, levels):
-                logger.setLevel(level)
+        yield
 
 
 @checked

@@ -1,7 +1,5 @@
 """``Bundle``: run a bundle on this machine with ExecuTorch's Python runtime; phones use the C++ runner."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -131,7 +129,7 @@ class Bundle:
         self._program: Program | None = Program(self.folder, self.manifest, options)
         self._program.load("forward")  # opens the store, to report its problems now
 
-    def __enter__(self) -> Bundle:
+    def __enter__(self) -> "Bundle":
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
@@ -268,7 +266,7 @@ class Bundle:
         return {**total, "hit_rate": hit_rate, "wait_share": wait_share}
 
     @contextmanager
-    def _alone(self, what: str, kind: str | None) -> Iterator[Program]:
+    def _alone(self, what: str, kind: str | None) -> "Iterator[Program]":
         """The program, for one call. Raises ConfigError: another one runs, or the bundle is not open or of ``kind``."""
 
         def refuse(expected: str, found: str, fix: str) -> ConfigError:
@@ -298,7 +296,7 @@ class Bundle:
             Field(ids, "prompt", fix, ShapeError).wrong(expected, str(len(ids)))
         return ids, room
 
-    def _read(self, program: Program, ids: list[int]) -> torch.Tensor:
+    def _read(self, program: "Program", ids: list[int]) -> torch.Tensor:
         """Read ``ids`` into the first lane; returns logits ``[V]`` after the last one."""
         for name, start, count in self.manifest.pieces(len(ids)):
             piece, last = ids[start : start + count], []
@@ -309,7 +307,7 @@ class Bundle:
         return _finite(logits_11V[0, -1])
 
 
-def _decode(program: Program, batch: int, lanes: Mapping[int, tuple[int, int]]) -> torch.Tensor:
+def _decode(program: "Program", batch: int, lanes: Mapping[int, tuple[int, int]]) -> torch.Tensor:
     """Logits ``[N, V]`` after (token, position) of each lane."""
     # idle lanes get the token of a used one, which needs no further neurons; their cache is never read
     idle = next(iter(lanes.values()))

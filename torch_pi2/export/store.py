@@ -186,7 +186,8 @@ def write_store(path: Path, homes: Sequence[SparseLayer], plan: Plan, *, progres
         store.write(out, block)
 
         def place(key: str, role: str, tensor: torch.Tensor) -> tuple[int, int, int]:
-            return out.offset(_name(key, role)), tensor.nbytes, _crc(tensor)
+            crc = int(crc32c(_bytes(tensor)[None])[0]) if tensor.numel() else 0
+            return out.offset(_name(key, role)), tensor.nbytes, crc
 
         keys = (home.site.key for home in homes)
         places = tuple({role: place(key, role, t) for role, t in own.items()} for key, own in zip(keys, small))
@@ -279,10 +280,6 @@ def _reader(ffn: SparseFFN, opened: Callable[[Path], StoreReader]) -> Callable[[
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
-
-
-def _crc(tensor: torch.Tensor) -> int:
-    return int(crc32c(_bytes(tensor)[None])[0]) if tensor.numel() else 0
 
 
 def _header_crc(path: Path) -> int:

@@ -1,7 +1,5 @@
 """Chat templates, tokenisation of prompts, and sampling of the next token."""
 
-from __future__ import annotations
-
 import json
 import sys
 from ast import literal_eval
@@ -282,7 +280,7 @@ class SamplingSettings:
         if self.stop is not None and not all(isinstance(text, str) and text for text in self.stop):
             argument(self.stop, "stop").wrong("a list of texts, none of them empty")
 
-    def with_defaults(self, other: SamplingSettings) -> SamplingSettings:
+    def with_defaults(self, other: "SamplingSettings") -> "SamplingSettings":
         """Fill settings that are None from ``other``."""
         unset = {f.name: getattr(other, f.name) for f in fields(self) if getattr(self, f.name) is None}
         return replace(self, **unset)

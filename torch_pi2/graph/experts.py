@@ -201,13 +201,10 @@ def check_known_experts(what: str, model: nn.Module) -> None:
         if sum(p.dim() == 3 for p in model.get_submodule(name).parameters(recurse=False)) > 1:
             reasons[reason] = None  # the module itself computes several matmuls of each expert
     if reasons:
-        raise UnsupportedModelError(
-            what,
-            expected=f"experts with {_GATE_UP} [experts, 2 I, H], {_DOWN} [experts, H, I], or both transposed, and a "
-            "known activation",
-            found="; ".join(reasons),
-            fix="Such experts are not supported yet; keep the float weights.",
-        )
+        forms = f"{_GATE_UP} [experts, 2 I, H], {_DOWN} [experts, H, I], or both transposed"
+        expected, found = f"experts with {forms}, and a known activation", "; ".join(reasons)
+        fix = "Such experts are not supported yet; keep the float weights."
+        raise UnsupportedModelError(what, expected=expected, found=found, fix=fix)
 
 
 def expert_sites(name: str, form: ExpertsForm, owner_class: str, layer: int = 0) -> list[FFNSite]:

@@ -320,25 +320,12 @@ def _match_down(gm: fx.GraphModule, walk: Walk, tensors: Tensors, taken: set[fx.
     if left:
         seen.left.append(([*sources, down], left))
         return None
-    streams = (
-        [Stream(sources[0], (0, intermediate)), Stream(sources[0], (intermediate, 2 * intermediate))]
-        if sources[0].sizes[0] == 2 * intermediate
-        else [Stream(p) for p in sources]
-    )
+    both = [Stream(sources[0], (0, intermediate)), Stream(sources[0], (intermediate, 2 * intermediate))]
+    streams = both if sources[0].sizes[0] == 2 * intermediate else [Stream(p) for p in sources]
     gate = None if found.gate is None else streams[found.gate]
-    return Match(
-        x,
-        gate,
-        streams[found.up],
-        down,
-        found.activation,
-        found.on_up,
-        hidden,
-        intermediate,
-        tuple(inside),
-        tuple(region),
-        None if norm or found.on_up or down.bias is not None else _scaled(down.node),
-    )
+    scaled = None if norm or found.on_up or down.bias is not None else _scaled(down.node)
+    formula = (found.activation, found.on_up, hidden, intermediate)
+    return Match(x, gate, streams[found.up], down, *formula, tuple(inside), tuple(region), scaled)
 
 
 @dataclass(frozen=True)
@@ -448,24 +435,17 @@ def _rounds(node: fx.Node, source: fx.Node) -> bool:
 
 
 def _mutates(user: fx.Node, node: fx.Node) -> bool:
-    return bool(
-        user.op in ("call_function", "call_method")
-        and user.args
-        and user.args[0] is node
-        and is_in_place(user.target, user.args, user.kwargs)
-    )
+    called_on_it = user.op in ("call_function", "call_method") and bool(user.args) and user.args[0] is node
+    return called_on_it and is_in_place(user.target, user.args, user.kwargs)
 
 
 def _changes_something(node: fx.Node) -> bool:
     if node.op not in ("call_function", "call_method"):
         return False
     schema = getattr(node.target, "_schema", None)
-    return bool(
-        is_in_place(node.target, node.args, node.kwargs)
-        or op_name(node.target) == "setitem"
-        or node.kwargs.get("out") is not None
-        or (schema is not None and schema.is_mutable)
-    )
+    sets = op_name(node.target) == "setitem" or node.kwargs.get("out") is not None
+    mutable = schema is not None and schema.is_mutable
+    return bool(sets or mutable or is_in_place(node.target, node.args, node.kwargs))
 
 
 def _cuts_tokens(node: fx.Node) -> bool:
@@ -523,10 +503,7 @@ def _probe_shapes(sources: Sequence[Projection], region: Sequence[fx.Node]) -> l
 
 
 def _evaluate(
-    gm: fx.GraphModule,
-    result: fx.Node,
-    given: Mapping[fx.Node, torch.Tensor],
-    region: Sequence[fx.Node],
+    gm: fx.GraphModule, result: fx.Node, given: Mapping[fx.Node, torch.Tensor], region: Sequence[fx.Node]
 ) -> torch.Tensor:
     values: dict[fx.Node, Any] = dict(given)
 

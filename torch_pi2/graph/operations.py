@@ -5,8 +5,6 @@ sides. It is used wherever a formula is recognised by its results: regions of gr
 experts, owners of feed-forward layers.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -133,7 +131,7 @@ class BranchCoverage(TorchFunctionMode):
         self._places: dict[tuple[int, str, int], _Seen] = {}
         self._calls = itertools.count()
 
-    def __enter__(self) -> BranchCoverage:
+    def __enter__(self) -> "BranchCoverage":
         self._calls = itertools.count()  # the same code runs again
         super().__enter__()
         return self

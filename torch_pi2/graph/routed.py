@@ -4,8 +4,6 @@ The inside of a module of experts (a loop, grouped matrix products, a kernel) va
 transformers, so only its arguments and results are used. Routers are found by their choices, not by names.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
@@ -31,7 +29,7 @@ class Routed(NamedTuple):
     routing_TK: torch.Tensor
 
     @staticmethod
-    def of(args: Sequence[Any], kwargs: Mapping[str, Any], experts: int) -> Routed:
+    def of(args: Sequence[Any], kwargs: Mapping[str, Any], experts: int) -> "Routed":
         """Arguments of a call; rows sorted by expert become tokens of one expert each."""
         if len(args) + len(kwargs) == 1:
             x_TH = args[0] if args else kwargs[ARGUMENTS[0][0]]

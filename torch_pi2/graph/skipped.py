@@ -30,7 +30,13 @@ def skipped_layers(matches: Sequence[Match], seen: Seen) -> list[tuple[list[Proj
             continue
         if len(walk.sources) == 1 and _is_norm(walk.region):  # low rank with a norm, as in DeepSeek's queries
             continue
-        behind = _behind(walk, seen)
+        latest = max(seen.order[source.x] for source in walk.sources)
+        behind: list[
+            Projection
+        ] = []  # the latest sources: an adapter is two matmuls in a row, and a layer may have three
+        for source in walk.sources:
+            before = seen.walks[source.node] if seen.order[source.x] == latest else None
+            behind += [source] if before is None else before.sources
         firsts = next((list(dict.fromkeys(some)) for some in (walk.sources, behind) if _begin(some, walk.down)), [])
         between = [source for source in walk.sources if source not in firsts]
         if firsts and taken.isdisjoint(s.node for s in (*firsts, *between)):
@@ -38,16 +44,6 @@ def skipped_layers(matches: Sequence[Match], seen: Seen) -> list[tuple[list[Proj
             if reason:
                 skipped.append(([*firsts, *between, walk.down], reason))
     return skipped
-
-
-def _behind(walk: Walk, seen: Seen) -> list[Projection]:
-    """Projections before the latest sources: an adapter is two matmuls in a row, and a layer may have three."""
-    latest = max(seen.order[source.x] for source in walk.sources)
-    found: list[Projection] = []
-    for source in walk.sources:
-        before = seen.walks[source.node] if seen.order[source.x] == latest else None
-        found += [source] if before is None else before.sources
-    return found
 
 
 def _begin(firsts: list[Projection], down: Projection) -> bool:

@@ -3,7 +3,7 @@
     import torch_pi2.hf
     model = AutoModelForCausalLM.from_pretrained("store")
 
-Importing this module registers a quantisation method (:mod:`torch_pi2.hf.register`), RWKV-7 and SmallThinker, since
+Importing this module registers a quantisation method (:mod:`torch_pi2.hf.quantizer`), RWKV-7 and SmallThinker, since
 transformers has no plug-in discovery. ``python -m torch_pi2.hf`` runs the transformers command line with it.
 """
 
@@ -15,8 +15,7 @@ with needed("transformers", "hf"):
     importlib.import_module("torch_pi2.layers.rwkv7")
     importlib.import_module("torch_pi2.layers.smallthinker")
 
-from torch_pi2.hf.quantizer import Pi2QuantizationConfig
-from torch_pi2.hf.register import register
+from torch_pi2.hf.quantizer import Pi2QuantizationConfig, register
 
 __all__ = ["Pi2QuantizationConfig"]
 

@@ -2,31 +2,37 @@
 
 transformers creates the model without weights, reads files into it, and returns it. We empty the model before the
 second step, so that nothing is read or initialised; then :func:`torch_pi2.load` reads the folder, and the model takes
-over the attributes of the loaded one.
+over the attributes of the loaded one. :func:`register` also lets ``save_pretrained`` write such models as our folders.
 """
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Mapping
+import functools
+import inspect
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
+from transformers import PreTrainedModel
+from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from torch_pi2.base.dtypes import DTYPES
-from torch_pi2.base.fields import Field, checked
+from torch_pi2.base.fields import Field, argument, checked
+from torch_pi2.base.files import replacing_folder
 from torch_pi2.base.modules import fresh_settings
 from torch_pi2.base.tensorfile import TensorReader
-from torch_pi2.checkpoint.save_load import finish_loading, read_model
-from torch_pi2.checkpoint.sparse import LoadSettings
+from torch_pi2.checkpoint.save_load import current_state, finish_loading, read_model, save_parts
+from torch_pi2.checkpoint.sparse import LoadSettings, save_weights, save_without_weights
 from torch_pi2.errors import DeviceError, UnsupportedModelError, check_choice
 from torch_pi2.formats import FLOATS
 from torch_pi2.rewrite.gpu import checked_memory
-from torch_pi2.store.folder import HF_FILE, HF_METHOD, PI2_FOLDER
+from torch_pi2.rewrite.state import ModelState, store_of
+from torch_pi2.store.folder import HF_FILE, HF_METHOD, PI2_FOLDER, check_separate, declare
 from torch_pi2.store.storefile import STORE_FILE, weights_path
+from torch_pi2.store.trust import remember
 from torch_pi2.store.weights import WEIGHTS_FILE
 from torch_pi2.types.offload import OffloadConfig
 from torch_pi2.types.plan import Plan
@@ -86,7 +92,7 @@ class Pi2QuantizationConfig(QuantizationConfigMixin):
         named = {name: value for name, value in vars(self).items() if value is not None}
         return {name: value for name, value in named.items() if name not in ("quant_method", "weights", "dtype")}
 
-    def over(self, own: Pi2QuantizationConfig) -> Pi2QuantizationConfig:
+    def over(self, own: "Pi2QuantizationConfig") -> "Pi2QuantizationConfig":
         """These settings, with defaults from the folder's ``own``."""
         return Pi2QuantizationConfig(**own.settings() | self.settings(), weights=own.weights, dtype=own.dtype)
 
@@ -159,7 +165,7 @@ class Pi2Quantizer(HfQuantizer):
         return True
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any], dict[str, str]]:
-        """Empty, because :mod:`torch_pi2.hf.register` writes the weights."""
+        """Empty, because our ``save_pretrained`` writes the weights."""
         return {}, {}
 
     @property
@@ -183,3 +189,89 @@ def _empty(model: Any) -> None:
     vars(model).update(_modules={}, _parameters={}, _buffers={}, all_tied_weights_keys={}, _tp_plan={})
     vars(model).update(_keys_to_ignore_on_load_unexpected={".*"} if isinstance(ignored, set) else [".*"])
     vars(model).update(_is_hf_initialized=True)
+
+
+#: Unsupported arguments of ``save_pretrained``, which would write other files or values.
+_UNSUPPORTED = ("state_dict", "variant", "push_to_hub", "distributed_checkpoint")
+
+
+def register() -> None:
+    """Register the quantisation method and its settings, once per process, and wrap ``merge_quantization_configs``,
+    which accepts settings only for classes in a fixed list, and ``save_pretrained``, which only writes state dicts.
+    """
+    if HF_METHOD in auto.AUTO_QUANTIZER_MAPPING:
+        return
+    auto.register_quantization_config(HF_METHOD)(Pi2QuantizationConfig)
+    auto.register_quantizer(HF_METHOD)(Pi2Quantizer)
+    merge: Any = staticmethod(_merging(auto.AutoHfQuantizer.merge_quantization_configs))
+    auto.AutoHfQuantizer.merge_quantization_configs = merge
+    PreTrainedModel.save_pretrained = _saving(PreTrainedModel.save_pretrained)
+
+
+def _merging(usual: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(usual)
+    def merge(quantization_config: Any, quantization_config_from_args: Any) -> Any:
+        own, passed = quantization_config, quantization_config_from_args
+        if isinstance(own, Mapping) and own.get("quant_method") == HF_METHOD:
+            own = Pi2QuantizationConfig(**own)
+        if not isinstance(own, Pi2QuantizationConfig) or passed is None:
+            return usual(own, passed)
+        if isinstance(passed, Mapping):
+            passed = Pi2QuantizationConfig(**passed)
+        if not isinstance(passed, Pi2QuantizationConfig):
+            fix = "Leave it out, or quantise the float checkpoint."
+            argument(passed, "from_pretrained(quantization_config=...)", fix).wrong(
+                "a Pi2QuantizationConfig: the folder has its weights in torch_pi2's form", f"a {type(passed).__name__}"
+            )
+        return passed.over(own)
+
+    return merge
+
+
+def _saving(usual: Callable[..., Any]) -> Callable[..., Any]:
+    """``save_pretrained`` that writes our models as our folders, and calls ``usual`` for others."""
+    signature = inspect.signature(usual)
+
+    @functools.wraps(usual)
+    def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        ours = isinstance(getattr(self, "hf_quantizer", None), Pi2Quantizer)
+        if ours and ModelState.of(self) is None:  # restored to an ordinary model
+            self.hf_quantizer.remove_quantization_config(self)
+            ours = False
+        given = signature.bind_partial(self, save_directory, *args, **kwargs).arguments
+        if not ours or given.get("state_dict") == {}:  # {}: our own call
+            return usual(self, save_directory, *args, **kwargs)
+        for name in _UNSUPPORTED:
+            if given.get(name):
+                fix = "Use model.push_to_hub(name)." if name == "push_to_hub" else "Leave it out."
+                expected = "a model with the weights that it was loaded with"
+                argument(given, f"save_pretrained({name}=...)", fix).wrong(expected, "other files or values to write")
+        if given.get("is_main_process", True):
+            _write(self, Path(save_directory))
+        return None
+
+    return save_pretrained
+
+
+def _write(model: Any, folder: Path) -> None:
+    """Write ``pi2/`` and the configuration of ``model``; other files in ``folder`` stay, except dense weights. Raises
+    ConfigError: ``model`` reads its store from that folder. ArtifactError: it cannot be written. StaleArtifactError:
+    predictors or thresholds were fitted to other weights.
+    """
+    store = store_of(model)
+    if store is None:
+        parts = current_state(model)
+    else:
+        check_separate("save_pretrained", store.path.parent.parent, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with replacing_folder(folder / PI2_FOLDER) as staging:
+        if store is None:
+            save_weights(model, parts.plan, staging)
+            save_parts(parts, staging)
+        else:
+            for path in store.path.parent.iterdir():
+                if path.is_file():
+                    shutil.copyfile(path, staging / path.name)
+    save_without_weights(model, folder)
+    declare(folder)
+    remember(folder)

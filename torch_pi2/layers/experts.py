@@ -1,7 +1,5 @@
 """``SparseExperts``: all experts of a block in one operator call."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -16,17 +14,10 @@ from torch_pi2.base.lookups import Lookups
 from torch_pi2.base.memory import new_tensor
 from torch_pi2.errors import ArtifactError, ConfigError, ShapeError
 from torch_pi2.graph.routed import LinearRouter, Routed
+from torch_pi2.layers import gpu
 from torch_pi2.layers.checks import check_ffn_input, result_dtype
 from torch_pi2.layers.ffn import SparseFFN
-from torch_pi2.layers.gpu import (
-    HybridExperts,
-    TransferBuffer,
-    check_gpu_has_kernels,
-    check_together,
-    on_gpu,
-    stays,
-    stays_as_it_is,
-)
+from torch_pi2.layers.gpu import TransferBuffer, on_gpu
 from torch_pi2.layers.offloaded import Gates, InStore, OffloadedFFN, Store, check_store_layer
 from torch_pi2.layers.rows import convert
 from torch_pi2.ops import load
@@ -67,7 +58,7 @@ class SparseExperts(nn.Module):
     #: Whether all neurons are in memory.
     in_memory = True
     is_sparse_layer = True
-    split: HybridExperts | None = None
+    split: gpu.HybridExperts | None = None
     lookups: Lookups | None = None
     neuron_rows: torch.Tensor
     order: torch.Tensor
@@ -85,12 +76,16 @@ class SparseExperts(nn.Module):
         super().__init__()
         load()
         first: SparseFFN | None = None
+        self.sites, self.customs, self.thresholds, self.cuts, self.errors, self.output_errors = (), (), [], [], [], []
         for expert, part in enumerate(parts):
             if part.has_predictor:
                 part.leave_blocks()
             if first is None:
                 first = part
-                self._stack(part, experts)
+                for name in _STACKED:
+                    tensor = part._buffers[name]
+                    stack = None if tensor is None else _room(tensor, experts)
+                    self.register_buffer(name, stack, persistent=False)
             self._add(expert, part, first)
         assert first is not None
         assert len(self.sites) == experts
@@ -104,21 +99,11 @@ class SparseExperts(nn.Module):
         if not any(self.thresholds):
             self.thresholds = []
         for name, numbers in (("cuts_E", self.cuts), ("thresholds_E", self.thresholds)):
-            tensor = torch.tensor(numbers or [0.0] * experts, dtype=torch.float64, device="cpu")
-            self.register_buffer(name, tensor, persistent=False)
+            values_E = torch.tensor(numbers or [0.0] * experts, dtype=torch.float64, device="cpu")
+            self.register_buffer(name, values_E, persistent=False)
         form = copy.copy(first)  # no tensors: :meth:`expert` fills it
         form._buffers = dict.fromkeys(first._buffers)
         self._form = (form,)  # a tuple: not a module
-
-    def _stack(self, part: SparseFFN, experts: int) -> None:
-        self.sites, self.thresholds, self.cuts, self.errors, self.output_errors = (), [], [], [], []
-        self.customs = ()
-        for name in _STACKED:
-            tensor = part._buffers[name]
-            stack = None
-            if tensor is not None:
-                stack = _room(tensor, experts)
-            self.register_buffer(name, stack, persistent=False)
 
     def _add(self, expert: int, part: SparseFFN, first: SparseFFN) -> None:
         _check_alike(part, first)
@@ -183,19 +168,17 @@ class SparseExperts(nn.Module):
             y = self.split(self, hidden_states, top_k_index, top_k_weights)
         else:
             if self.in_memory:
-                check_together(self.site.key, hidden_states, self.neuron_rows)
+                gpu.check_together(self.site.key, hidden_states, self.neuron_rows)
             try:
                 y = self.compute(hidden_states, top_k_index, top_k_weights)
             except RuntimeError as error:
                 _, wrong, found = str(error).partition(" for no expert, found ")
                 if not wrong:
                     raise
-                raise ShapeError(
-                    f"experts chosen for {self.site.key}",
-                    expected=f"0 to {len(self.sites) - 1}, or {len(self.sites)} for none",
-                    found=found.partition(".")[0],
-                    fix="Correct the router: it is of another model, or marks unused slots in another way.",
-                ) from error
+                what = f"experts chosen for {self.site.key}"
+                expected = f"0 to {len(self.sites) - 1}, or {len(self.sites)} for none"
+                fix = "Correct the router: it is of another model, or marks unused slots in another way."
+                raise ShapeError(what, expected=expected, found=found.partition(".")[0], fix=fix) from error
         return y.to(result_dtype(hidden_states))
 
     def compute(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
@@ -214,9 +197,9 @@ class SparseExperts(nn.Module):
 
     def check_gpu_has_kernels(self) -> None:
         """Raises DeviceError or UnsupportedModelError if no GPU kernel computes such experts."""
-        check_gpu_has_kernels(self.site, self.weights, self.predictor_kind)
+        gpu.check_gpu_has_kernels(self.site, self.weights, self.predictor_kind)
         if any(bias is not None for bias in self.biases()):
-            raise stays(f"{self.site.key}, whose experts have biases")
+            raise gpu.stays(f"{self.site.key}, whose experts have biases")
 
     def asked(self, cuts: Any, thresholds: Any, *routed: torch.Tensor) -> tuple[Any, ...]:
         """The operators' arguments from the predictor to the thresholds; ``routed``: input and indices of experts."""
@@ -240,7 +223,7 @@ class SparseExperts(nn.Module):
         """Compute the experts ``there`` on the GPU of ``link``, where inputs and results are from then on."""
         self.check_gpu_has_kernels()
         self.leave_blocks()
-        self.split = HybridExperts(self, there, link, neuron_rows)
+        self.split = gpu.HybridExperts(self, there, link, neuron_rows)
 
     def end_split(self) -> None:
         """Compute all experts on the CPU again."""
@@ -256,7 +239,7 @@ class SparseExperts(nn.Module):
 
     def part(
         self, experts: Sequence[int], device: torch.device, neuron_rows: torch.Tensor | None = None
-    ) -> SparseExperts:
+    ) -> "SparseExperts":
         """A module of these experts, over copies on ``device``; ``neuron_rows``: theirs, if they are not in memory."""
         part = copy.copy(self)
         part.__class__ = SparseExperts
@@ -310,9 +293,9 @@ class SparseExperts(nn.Module):
         """Raises ConfigError if the experts are quantised; ``what``: the request, for the message."""
         self.expert(0).check_float(what)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> SparseExperts:
+    def _apply(self, fn: Any, recurse: bool = True) -> "SparseExperts":
         """``model.to(dtype)`` converts the neurons; scales and biases of the predictors stay float32."""
-        if stays_as_it_is(self, fn):
+        if gpu.stays_as_it_is(self, fn):
             return self
         if self.weights != "float":
             self._dtype = fn(torch.empty(0, dtype=self._dtype, device=self.neuron_rows.device)).dtype
@@ -359,7 +342,7 @@ class OffloadedExperts(InStore, SparseExperts):
         with suppress(ArtifactError):  # the store may be closed
             self.store.leave_out(self.first_layer, [0] * len(self.sites))
 
-    def announce(self, router: LinearRouter, before: OffloadedExperts) -> None:
+    def announce(self, router: LinearRouter, before: "OffloadedExperts") -> None:
         """Route early for this mixture from the one ``before`` it in the store (``OffloadConfig.lookahead``)."""
 
         def floats(vector: torch.Tensor | None) -> torch.Tensor | None:

@@ -5,8 +5,6 @@ time. The input is copied to the CPU on its own stream and the GPU's part is que
 computes its neurons, and its result is copied back and added on the GPU.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import threading
@@ -150,7 +148,7 @@ class TransferBuffer:
         self._entered = torch.cuda.current_stream(self.device).record_event()
         return entered
 
-    def __deepcopy__(self, _memo: Any) -> TransferBuffer:
+    def __deepcopy__(self, _memo: Any) -> "TransferBuffer":
         return self
 
 

@@ -9,8 +9,6 @@ A lazy tensor whose values were needed keeps them and behaves like an ordinary o
 changes could not be recorded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -43,7 +41,7 @@ _MAX_NOTES = 256
 class Leaf:
     """``source(x)`` of one first linear; ``x`` is a copy, since the caller may change its own tensor later."""
 
-    source: LazySource
+    source: "LazySource"
     x: torch.Tensor
     shape: tuple[int, ...]
 
@@ -113,12 +111,12 @@ class LazyFFN(torch.Tensor):
     """
 
     note: Note
-    base: LazyFFN | None
+    base: "LazyFFN | None"
     viewed: bool
     dense: torch.Tensor | None
 
     @staticmethod
-    def wrap(note: Note, like: torch.Tensor, base: LazyFFN | None = None) -> LazyFFN:
+    def wrap(note: Note, like: torch.Tensor, base: "LazyFFN | None" = None) -> "LazyFFN":
         """A lazy tensor with the shape and dtype of ``like``, which may be on ``meta``."""
         device = next(leaves(note)).x.device
         lazy: LazyFFN = torch.Tensor._make_wrapper_subclass(LazyFFN, like.shape, dtype=like.dtype, device=device)

@@ -1,7 +1,5 @@
 """``QuantLinear`` and ``QuantEmbedding``: linear layers and embeddings with quantised weights."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -102,7 +100,7 @@ class QuantLinear(_OverRows):
         importance: torch.Tensor | None = None,
         name: str = "the linear layer",
         rows: torch.Tensor | None = None,
-    ) -> QuantLinear:
+    ) -> "QuantLinear":
         """Quantise ``linear``, which stays unchanged, a few rows at a time. ``importance [K]``: weight of a column's
         squared error (None: equal). ``name``: for messages. ``rows``: quantised rows to use as they are. Raises as
         :func:`torch_pi2.ops.quantized.quantize`.
@@ -173,7 +171,7 @@ class QuantLinear(_OverRows):
             error.add(w, torch.ops.pi2.dequantize(part, self.weights, self.in_features, torch.float32))
         return error.relative
 
-    def _apply(self, fn: Any, recurse: bool = True) -> QuantLinear:
+    def _apply(self, fn: Any, recurse: bool = True) -> "QuantLinear":
         """``model.to(dtype)`` changes the dtype shown to callers, never rows or the float32 bias."""
         if goes_to_gpu(fn, self.rows) and self.blocks:
             self.leave_blocks()
@@ -230,7 +228,7 @@ class QuantEmbedding(_OverRows):
             made = made * self.embed_scale.to(made.dtype)
         return made.reshape(*input.shape, self.embedding_dim)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> QuantEmbedding:
+    def _apply(self, fn: Any, recurse: bool = True) -> "QuantEmbedding":
         convert(self, fn, recurse, apply=apply_without_offloaded)
         self._kind = self.dtype
         return self

@@ -1,7 +1,5 @@
 """``Store``: a neuron store on flash with its cache; ``OffloadedFFN``: a layer whose neurons are in it."""
 
-from __future__ import annotations
-
 import copy
 import threading
 import weakref
@@ -41,7 +39,7 @@ _NOT_OF_THE_FILE = ("engine: no thread", "options: ", "policy: ", "device: ")
 
 
 #: Number -> store: compiled code passes the number.
-open_stores: weakref.WeakValueDictionary[int, Store] = weakref.WeakValueDictionary()
+open_stores: "weakref.WeakValueDictionary[int, Store]" = weakref.WeakValueDictionary()
 
 
 class Store:
@@ -116,19 +114,16 @@ class Store:
         if found.startswith(_NO_MEMORY):
             return _no_memory(str(self.path))
         if found.startswith(_NOT_OF_THE_FILE):
-            return ConfigError(
-                f"opening {self.path}",
-                expected="memory, threads and settings with which it can be read",
-                found=found,
-                fix="Give it a smaller budget, fewer io_threads or other settings; nothing is wrong with the store.",
-            )
+            expected = "memory, threads and settings with which it can be read"
+            fix = "Give it a smaller budget, fewer io_threads or other settings; nothing is wrong with the store."
+            return ConfigError(f"opening {self.path}", expected=expected, found=found, fix=fix)
         fix = "Check it with `torch-pi2 inspect --verify`; copy it again, or pack the model again."
         return ArtifactError(str(self.path), expected="a sound neuron store", found=found, fix=fix)
 
-    def __copy__(self) -> Store:
+    def __copy__(self) -> "Store":
         return self
 
-    def __deepcopy__(self, _memo: Any) -> Store:
+    def __deepcopy__(self, _memo: Any) -> "Store":
         return self  # copies of a model share the store, which stays open as long as any of them
 
     def __reduce__(self) -> Any:
@@ -187,14 +182,11 @@ class Store:
             return
         what, expected, found = parse_core_error(problem)
         of_the_plan = what == "resident"
-        raise ConfigError(
-            f"cache of {self.path}, {what}" if expected else f"cache of {self.path}",
-            expected=expected or "a store that this process has opened",
-            found=found or problem,
-            fix="Make the plan again, for this model."
-            if of_the_plan
-            else "Load the model with the largest budget that it is going to have.",
-        )
+        where = f"cache of {self.path}, {what}" if expected else f"cache of {self.path}"
+        fix = "Load the model with the largest budget that it is going to have."
+        fix = "Make the plan again, for this model." if of_the_plan else fix
+        expected = expected or "a store that this process has opened"
+        raise ConfigError(where, expected=expected, found=found or problem, fix=fix)
 
     def check_tokens(self, tokens: int) -> None:
         """Warn once if a call for ``tokens`` exceeds the budget; returns freed memory every ``_TRIM_TOKENS`` tokens."""
@@ -286,12 +278,9 @@ def check_store_layer(store: Store, layer: int, site: FFNSite) -> None:
     wanted = (site.intermediate, site.hidden, site.rows_per_neuron)
     found = store.layers()[layer]
     if found != wanted:
-        raise ArtifactError(
-            f"{store.path}, layer {layer}",
-            expected=f"{wanted[0]} neurons of {wanted[2]} rows of {wanted[1]}, as {site.key} has",
-            found=f"{found[0]} neurons of {found[2]} rows of {found[1]}",
-            fix="The store is of another model; pack it again.",
-        )
+        what, has = f"{store.path}, layer {layer}", f"{found[0]} neurons of {found[2]} rows of {found[1]}"
+        expected = f"{wanted[0]} neurons of {wanted[2]} rows of {wanted[1]}, as {site.key} has"
+        raise ArtifactError(what, expected=expected, found=has, fix="The store is of another model; pack it again.")
 
 
 def _no_memory(where: str) -> OutOfMemoryError:
@@ -309,12 +298,9 @@ def unreadable(error: RuntimeError | MemoryError, where: str) -> ArtifactError |
         return _no_memory(where)
     if not reading and "pi2: store: expected an open one" not in first:
         return None
-    return ArtifactError(
-        where,
-        expected="the neurons that were packed" if reading else "an open store",
-        found=reading or "a store that has been closed",
-        fix="Check it with `torch-pi2 inspect --verify`, and load the model again.",
-    )
+    expected = "the neurons that were packed" if reading else "an open store"
+    fix = "Check it with `torch-pi2 inspect --verify`, and load the model again."
+    return ArtifactError(where, expected=expected, found=reading or "a store that has been closed", fix=fix)
 
 
 @contextmanager
@@ -336,7 +322,7 @@ class Gates:
 
     tensors: tuple[torch.Tensor, ...] = ()
 
-    def __deepcopy__(self, _memo: Any) -> Gates:
+    def __deepcopy__(self, _memo: Any) -> "Gates":
         return self
 
 
@@ -401,7 +387,7 @@ class OffloadedFFN(InStore, SparseFFN):
     @classmethod
     def over(
         cls, store: Store, store_layer: int, site: FFNSite, layer_plan: LayerPlan, kind: str, **settings: Any
-    ) -> OffloadedFFN:
+    ) -> "OffloadedFFN":
         """As :meth:`SparseFFN.empty` (``settings``: its arguments), with the neurons of a layer of ``store``."""
         layer = cls.empty(site, layer_plan, kind, **settings)
         if layer.custom is not None and layer.custom.scope == "prompt":

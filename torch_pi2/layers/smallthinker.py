@@ -124,15 +124,9 @@ class SmallThinkerForCausalLM(_Initialised, SmolLM3ForCausalLM):
 transformers.AutoConfig.register("smallthinker", SmallThinkerConfig, exist_ok=True)
 transformers.AutoModel.register(SmallThinkerConfig, SmallThinkerModel, exist_ok=True)
 transformers.AutoModelForCausalLM.register(SmallThinkerConfig, SmallThinkerForCausalLM, exist_ok=True)
-register_checkpoint_conversion_mapping(
-    "smallthinker",
-    [
-        WeightConverter(
-            [".experts.*.gate.weight", ".experts.*.up.weight"],
-            ".experts.gate_up_proj",
-            [MergeModulelist(dim=0), Concatenate(dim=1)],
-        ),
-        WeightConverter([".experts.*.down.weight"], ".experts.down_proj", [MergeModulelist(dim=0)]),
-    ],
-    overwrite=True,
-)
+_GATE_UP = [".experts.*.gate.weight", ".experts.*.up.weight"]
+_CONVERTERS = [
+    WeightConverter(_GATE_UP, ".experts.gate_up_proj", [MergeModulelist(dim=0), Concatenate(dim=1)]),
+    WeightConverter([".experts.*.down.weight"], ".experts.down_proj", [MergeModulelist(dim=0)]),
+]
+register_checkpoint_conversion_mapping("smallthinker", _CONVERTERS, overwrite=True)

@@ -11,8 +11,6 @@ fitted to calls of the operators (:mod:`torch_pi2.measure.measure`). Times are m
 bytes. File format: docs/HARDWARE.md.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -173,7 +171,7 @@ class Hardware:
         return json_text(FORMAT, VERSION, dict(sorted(to_json(self).items()))) + "\n"
 
     @staticmethod
-    def from_json(text: str | bytes, where: str = "hardware profile") -> Hardware:
+    def from_json(text: str | bytes, where: str = "hardware profile") -> "Hardware":
         """Inverse of :meth:`to_json`; also reads version 1. Raises ArtifactError: names ``where`` and the field."""
         data = parse_json(text, where, FORMAT, 1, VERSION)
         known = {k: v for k, v in data.items() if k not in ("format", "version")}
@@ -196,7 +194,7 @@ class Hardware:
         atomic_write(path, self.to_json())
 
     @staticmethod
-    def load(path: str | Path) -> Hardware:
+    def load(path: str | Path) -> "Hardware":
         """Read the file of :meth:`save`. Raises ArtifactError."""
         return Hardware.from_json(read_bytes(path), str(path))
 

@@ -1,7 +1,5 @@
 """Compute rates: operator calls over grids of sizes, with weights from memory, and lines fitted to them."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections import defaultdict
@@ -40,7 +38,7 @@ class Weights:
         self._generator = torch.Generator().manual_seed(0)
         self._rows = self.raw.view(1, -1)
 
-    def fill(self, kind: str, columns: int) -> Weights:
+    def fill(self, kind: str, columns: int) -> "Weights":
         """Fill with random rows of ``columns`` numbers in format ``kind``; products keep unit variance."""
         rows = self._some(kind, columns)
         whole, width = self.raw.view(rows.dtype), rows.shape[1]
@@ -230,7 +228,11 @@ def _kernel_cases(weights: Weights, grid: Grid) -> Iterator[list[Case]]:
             for name in grid.kernels:
                 if name.partition("/")[0] == kind:
                     kernel = KernelCases(name, weights, hidden, intermediate)
-                    tokens = kernel.with_switches(grid.tokens)
+                    # and those around the switch to the path for prompts
+                    of_int8 = constants().gemm_tokens if has_tiles() else max(grid.tokens) + 1
+                    switch = of_int8 if kernel.int8 else PROMPT_TOKENS
+                    more = (switch - 1, switch) if switch <= max(grid.tokens) else ()
+                    tokens = sorted({*grid.tokens, *more})
                     yield [*kernel.sparse(grid.batches), *kernel.dense(tokens), *kernel.linear(tokens)]
 
 
@@ -244,11 +246,6 @@ class KernelCases:
         self.x_dtype = DTYPES.get(kind, torch.bfloat16)
         self.bias_dtype = DTYPES.get(kind, torch.float32)
         self.kind, self.int8 = FORMATS[kind].operand, activations == "int8"
-
-    def with_switches(self, tokens: Sequence[int]) -> list[int]:
-        """``tokens``, and the two around the switch to the path for prompts."""
-        switch = PROMPT_TOKENS if not self.int8 else constants().gemm_tokens if has_tiles() else max(tokens) + 1
-        return sorted({*tokens, switch - 1, switch} if switch <= max(tokens) else {*tokens})
 
     def input(self, tokens: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(tokens)

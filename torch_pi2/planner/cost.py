@@ -5,24 +5,19 @@ terms for the predictor, hot neurons, cold neurons and reads that compute does n
 the KV cache are the same in all plans; norms and Python overhead are left out.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from torch_pi2.formats import QUANTIZED
+from torch_pi2.machine.hardware import Hardware
 from torch_pi2.ops.constants import constants
 from torch_pi2.ops.gpu.operators import products_from
 from torch_pi2.planner.model_shape import LayerShape, ModelShape, kept, numbers
 from torch_pi2.types.method import Method
 from torch_pi2.types.offload import OffloadConfig
-
-if TYPE_CHECKING:
-    from torch_pi2.machine.hardware import Hardware
 
 #: Parts that add up to a step. ``rest``: linear layers outside FFNs, and attention. ``io``: reads that compute does not
 #: hide, and their CPU time.

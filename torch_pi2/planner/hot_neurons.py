@@ -1,12 +1,10 @@
 """The greedy plan, by measured frequencies alone: the most frequent are hot; others get the layer's cheapest method."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,14 +13,12 @@ from torch_pi2.base.progress import log
 from torch_pi2.errors import ConfigError
 from torch_pi2.ops import ACTIVATIONS
 from torch_pi2.ops.activations import exact_zeros, of_all
+from torch_pi2.predict import AnyPredictor
 from torch_pi2.types.config import Config, described
 from torch_pi2.types.method import PREDICTED, Method
 from torch_pi2.types.plan import LayerPlan, Plan, in_own_order
 from torch_pi2.types.site import FFNSite
-
-if TYPE_CHECKING:
-    from torch_pi2.predict import AnyPredictor
-    from torch_pi2.types.stats import ActivationStats, LayerStats
+from torch_pi2.types.stats import ActivationStats, LayerStats
 
 
 def gate_method(site: FFNSite) -> str:

@@ -1,13 +1,11 @@
 """``ModelShape``: sizes, formats and firing frequencies by layer, the cost model's input."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -37,10 +35,7 @@ from torch_pi2.types.method import PREDICTED, Method
 from torch_pi2.types.offload import Budget, OffloadConfig
 from torch_pi2.types.plan import LayerPlan, Plan
 from torch_pi2.types.site import block_of
-
-if TYPE_CHECKING:
-    from torch_pi2.types.stats import ActivationStats, LayerStats
-
+from torch_pi2.types.stats import ActivationStats, LayerStats
 
 T = TypeVar("T")
 L = TypeVar("L", bound="LayerShape")
@@ -205,7 +200,7 @@ class ModelShape:
         return replace(made, total=made.smallest + made.in_slots(made.cache))
 
     @staticmethod
-    def of(model: nn.Module, stats: ActivationStats, plan: Plan) -> ModelShape:
+    def of(model: nn.Module, stats: ActivationStats, plan: Plan) -> "ModelShape":
         """The shape of an optimised model, in memory or over a store.
 
         Linear layers other than FFNs and the head are divided evenly among its blocks. ``plan``: the model's own.

@@ -1,21 +1,17 @@
 """``Request``: the inputs of a plan, its budgets in slots and bytes, and the predicted time of a step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch_pi2.base.fields import Field, argument
 from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.formats import has_two_formats
+from torch_pi2.machine.hardware import Hardware
 from torch_pi2.planner.cost import step_ms, without_gpu
 from torch_pi2.planner.model_shape import ModelShape
 from torch_pi2.types.offload import Budget, OffloadConfig
-
-if TYPE_CHECKING:
-    from torch_pi2.machine.hardware import Hardware
 
 #: Batch sizes that are planned for by default.
 BATCHES = (1, 2, 4, 8, 16)
@@ -36,7 +32,7 @@ class Request:
     """Inputs of :func:`torch_pi2.planner.for_machine.plan_for`."""
 
     shape: ModelShape
-    hardware: Hardware
+    hardware: "Hardware"
     budget_bytes: int | None = None
     accelerator_bytes: int = 0
     batches: Sequence[int] = BATCHES
@@ -55,7 +51,7 @@ class Request:
         return self.budget_bytes is not None
 
     @property
-    def used(self) -> Hardware:
+    def used(self) -> "Hardware":
         """The machine, without a GPU that may hold no neurons."""
         return self.hardware if self.accelerator_bytes else without_gpu(self.hardware)
 

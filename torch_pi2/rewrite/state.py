@@ -1,7 +1,5 @@
 """``model.torch_pi2``: the library's state of a model, in one attribute."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +41,7 @@ class ModelState:
         return self.store is not None and self.store.config.lossy
 
     @staticmethod
-    def of(model: nn.Module) -> ModelState | None:
+    def of(model: nn.Module) -> "ModelState | None":
         """The state of ``model`` (or of ``torch.compile(model)``), or None."""
         found = getattr(model, _ATTRIBUTE, None)
         return found if isinstance(found, ModelState) else None
@@ -53,7 +51,7 @@ class ModelState:
         object.__setattr__(model, _ATTRIBUTE, self)
 
     @staticmethod
-    def detach(model: nn.Module) -> ModelState | None:
+    def detach(model: nn.Module) -> "ModelState | None":
         found = ModelState.of(model)
         if isinstance(found, SparseState):
             found._homes = []  # they hold the weights

@@ -5,8 +5,6 @@ One thread does all the work: it steps, and reads one chunk of a prompt between 
 (:meth:`torch_pi2.decode.decoder.Decoder.add`).
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque
@@ -68,7 +66,7 @@ class Sequence:
     seed: int = 0
     bias: Mapping[int, float] = field(default_factory=dict)
     top: int | None = None
-    constraint: Constraint | None = None
+    constraint: "Constraint | None" = None
     _cancelled: str | None = field(default=None, init=False)
     _failed: Exception | None = field(default=None, init=False)
     _growing: GeneratedSequence = field(init=False)
@@ -239,21 +237,18 @@ class Batch:
                     self._step()
             except Exception as error:
                 if self.failure is not None:
-                    self._end_all(error)
+                    with self._changed:
+                        ended = [*self._live, *self._joining(), *self._waiting]
+                        self._live, self._reading = [], None
+                        self._waiting.clear()
+                    for sequence in ended:
+                        self._end(sequence, "error", error)
                     return
                 log.exception("a batch of %d sequences failed", len(self._live))
                 for sequence in self._live:
                     self._end(sequence, "error", error)
                 self._live = []
                 self._decoder.retain([])
-
-    def _end_all(self, error: Exception) -> None:
-        with self._changed:
-            ended = [*self._live, *self._joining(), *self._waiting]
-            self._live, self._reading = [], None
-            self._waiting.clear()
-        for sequence in ended:
-            self._end(sequence, "error", error)
 
     def _read(self) -> None:
         """Add waiting sequences to the batch until a chunk of a prompt has been computed."""

@@ -1,7 +1,5 @@
 """Requests of OpenAI's API: fields, bounds, and unsupported fields, which are refused."""
 
-from __future__ import annotations
-
 import json
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -38,7 +36,7 @@ class ResponseFormat(BaseModel):
     json_schema: dict[str, Any] | None = None
 
     @model_validator(mode="after")
-    def _whole(self) -> ResponseFormat:
+    def _whole(self) -> "ResponseFormat":
         if self.type == "json_schema" and self.json_schema is None:
             raise ValueError("json_schema is missing")
         if self.type == "json_schema" and not isinstance(self.schema_wanted, (dict, bool)):
@@ -103,7 +101,7 @@ class Message(BaseModel):
         return "".join(texts)
 
     @model_validator(mode="after")
-    def _whole(self) -> Message:
+    def _whole(self) -> "Message":
         if self.content is None and self.role != "assistant":
             raise ValueError("content is missing")
         if self.role == "tool" and self.tool_call_id is None:
@@ -229,7 +227,7 @@ class GenerationRequest(BaseModel):
         return {name: one for name, one in value.items() if one is not None or name not in defaults}
 
     @model_validator(mode="after")
-    def _supported(self) -> GenerationRequest:
+    def _supported(self) -> "GenerationRequest":
         for name, nothing in self.unsupported.items():
             if (self.model_extra or {}).get(name) not in nothing:
                 raise ValueError(f"{name} is not supported")
@@ -266,7 +264,7 @@ class CompletionRequest(GenerationRequest):
         raise ValueError("expected a text, token ids, or a list of texts or of lists of token ids")
 
     @model_validator(mode="after")
-    def _consistent(self) -> CompletionRequest:
+    def _consistent(self) -> "CompletionRequest":
         if self.best_of not in (None, self.n):
             raise ValueError("best_of is not supported, unless it is n")
         if self.echo and self.logprobs is not None:
@@ -310,7 +308,7 @@ class ChatRequest(GenerationRequest):
         return value
 
     @model_validator(mode="after")
-    def _consistent(self) -> ChatRequest:
+    def _consistent(self) -> "ChatRequest":
         names = [tool.function.name for tool in self.tools]
         if len(set(names)) < len(names):
             raise ValueError("tools: two functions have the same name")

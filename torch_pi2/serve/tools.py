@@ -70,13 +70,9 @@ def format_of(template: str) -> ToolCallFormat:
         return HERMES
     if re.search(r'\{"name": [^{}]*, "parameters": [^{}]*\}', text):
         return LLAMA
-    raise ConfigError(
-        "tools",
-        expected="a chat template with calls as <tool_call> (Hermes, Qwen), [TOOL_CALLS] [...] (Mistral) or "
-        '{"name": ..., "parameters": ...} (Llama 3)',
-        found="another form",
-        fix="Describe the functions in a message, and ask for their arguments by response_format.",
-    )
+    forms = '<tool_call> (Hermes, Qwen), [TOOL_CALLS] [...] (Mistral) or {"name": ..., "parameters": ...} (Llama 3)'
+    fix = "Describe the functions in a message, and ask for their arguments by response_format."
+    raise ConfigError("tools", expected=f"a chat template with calls as {forms}", found="another form", fix=fix)
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,6 @@ Implements https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, little end
 untrusted: every count is compared with the remaining bytes, and every tensor with the file's size, before allocating.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re
@@ -84,7 +82,7 @@ class GgufTensor:
     shape: tuple[int, ...]
     type: TensorType
     start: int
-    file: GgufFile
+    file: "GgufFile"
 
     @property
     def columns(self) -> int:

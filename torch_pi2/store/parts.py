@@ -41,20 +41,17 @@ class Parts(Closing):
         self._store: StoreReader | None = None
         if os.path.lexists(self._pi2 / STORE_FILE):
             self._store = StoreReader(self._pi2 / STORE_FILE)
-            self._check_beside()
+            for part, (file, _) in _FILES.items():  # which of them would count?
+                if os.path.lexists(self._pi2 / file) and (self._in_store(part) or part != _ALSO_BESIDE):
+                    self.close()
+                    what = f"{self._pi2 / file} beside {STORE_FILE}"
+                    expected = "no such file: a store has plan, predictors and statistics inside"
+                    fix = "Remove it, or pack the folder that it belongs to anew."
+                    raise ArtifactError(what, expected=expected, found="one", fix=fix)
 
     def close(self) -> None:
         if self._store is not None:
             self._store.close()
-
-    def _check_beside(self) -> None:
-        """Raises ArtifactError: there are files of parts beside the store, which is ambiguous."""
-        for part, (file, _) in _FILES.items():
-            if os.path.lexists(self._pi2 / file) and (self._in_store(part) or part != _ALSO_BESIDE):
-                self.close()
-                expected = "no such file: a store has plan, predictors and statistics inside"
-                fix = "Remove it, or pack the folder that it belongs to anew."
-                raise ArtifactError(f"{self._pi2 / file} beside {STORE_FILE}", expected=expected, found="one", fix=fix)
 
     @property
     def inside(self) -> bool:

@@ -21,15 +21,8 @@ from torch_pi2.base.reading import PIECE
 from torch_pi2.base.tensorfile import Spec
 from torch_pi2.errors import StaleArtifactError
 from torch_pi2.formats import FORMATS, formats_of, has_two_formats, neuron_shape, row_bytes
+from torch_pi2.store import weights as quantized
 from torch_pi2.store.superblock import PAGE, SECTOR, LayerEntry, Superblock, hash_bytes
-from torch_pi2.store.weights import (
-    BLOCKS_VERSION,
-    MIXED_VERSION,
-    PAIRS_VERSION,
-    WEIGHTS_FILE,
-    WEIGHTS_VERSION,
-    QuantizedWeights,
-)
 from torch_pi2.types.method import Method
 from torch_pi2.types.plan import LayerPlan, Plan
 from torch_pi2.types.shard import Shard
@@ -41,7 +34,8 @@ STORE_FORMAT = "torch_pi2.store"
 STORE_VERSIONS = ("2", "3", "4", "5")
 #: Version of ``weights.safetensors`` -> version of a store with its metadata. 3: linear layers in several formats,
 #: or a quantised embedding; 4: neurons in another format than the rest, or in two. 5: all that, and gates apart.
-_STORE_VERSIONS_OF = {WEIGHTS_VERSION: "2", MIXED_VERSION: "3", PAIRS_VERSION: "4", BLOCKS_VERSION: "4"}
+_STORE_VERSIONS_OF = {quantized.WEIGHTS_VERSION: "2", quantized.MIXED_VERSION: "3"}
+_STORE_VERSIONS_OF |= {quantized.PAIRS_VERSION: "4", quantized.BLOCKS_VERSION: "4"}
 SUPERBLOCK = "pi2.superblock"
 #: Metadata key of stores with a shard.
 SHARD = "shard"
@@ -53,13 +47,13 @@ _PART = re.compile(rf"pi2\.({'|'.join(PARTS)})(?:\.|$)")
 
 def weights_path(pi2: Path) -> Path | None:
     """The file with the quantised weights of a folder ``pi2/``, preferably its store; None: they are float."""
-    return next((pi2 / name for name in (STORE_FILE, WEIGHTS_FILE) if os.path.lexists(pi2 / name)), None)
+    return next((pi2 / name for name in (STORE_FILE, quantized.WEIGHTS_FILE) if os.path.lexists(pi2 / name)), None)
 
 
-def open_weights(pi2: Path) -> QuantizedWeights:
+def open_weights(pi2: Path) -> quantized.QuantizedWeights:
     """Open that file. Raises ArtifactError: there is none, or it is damaged."""
-    path = weights_path(pi2) or pi2 / WEIGHTS_FILE
-    return StoreReader(path) if path.name == STORE_FILE else QuantizedWeights(path)
+    path = weights_path(pi2) or pi2 / quantized.WEIGHTS_FILE
+    return StoreReader(path) if path.name == STORE_FILE else quantized.QuantizedWeights(path)
 
 
 def store_version(weights: Mapping[str, str], apart: bool = False) -> str:
@@ -90,7 +84,7 @@ def part_of(name: str) -> str | None:
     return None if match is None else match.group(1)
 
 
-class StoreReader(QuantizedWeights):
+class StoreReader(quantized.QuantizedWeights):
     """An open neuron store. All data is compared with its checksum when read, the superblock when the store is opened.
     ``keys``, ``entries``: of the layers' sites and their neurons, in plan order. ``shard``: the neurons in this store;
     None: all.
@@ -98,7 +92,7 @@ class StoreReader(QuantizedWeights):
 
     all_checked = False  # neurons have their own checksums, in tensors
     file_format, file_versions, blocks_versions = STORE_FORMAT, STORE_VERSIONS, ()
-    pairs_versions = (_STORE_VERSIONS_OF[PAIRS_VERSION], STORE_VERSIONS[-1])
+    pairs_versions = (_STORE_VERSIONS_OF[quantized.PAIRS_VERSION], STORE_VERSIONS[-1])
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
@@ -213,12 +207,9 @@ class StoreReader(QuantizedWeights):
         found = self.metadata.get("orders_hash", "")
         keys = self.keys if self.shard is None else [*self.shard.layers]
         if found != plan.orders_hash or keys != [layer.site.key for layer in plan.layers]:
-            raise StaleArtifactError(
-                str(self.path),
-                expected=f"layers and neuron orders {plan.orders_hash[:12]} as in plan.json",
-                found=f"others ({found[:12] or 'none'})",
-                fix="The plan was made anew since; pack the folder again.",
-            )
+            what, expected = str(self.path), f"layers and neuron orders {plan.orders_hash[:12]} as in plan.json"
+            fix = "The plan was made anew since; pack the folder again."
+            raise StaleArtifactError(what, expected=expected, found=f"others ({found[:12] or 'none'})", fix=fix)
 
     def read_neurons(self, site: FFNSite, rows: tuple[int, int] | None = None) -> torch.Tensor:
         if site.key not in self.keys:

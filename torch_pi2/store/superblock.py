@@ -1,7 +1,5 @@
 """The superblock of a neuron store: what the C++ core needs to locate neurons (docs/STORE.md has the offsets)."""
 
-from __future__ import annotations
-
 import struct
 from dataclasses import astuple, dataclass, replace
 
@@ -99,7 +97,7 @@ class Superblock:
         return with_checksum(continue_crc32c(0, with_checksum(0)))
 
     @staticmethod
-    def parse(data: bytes) -> Superblock:
+    def parse(data: bytes) -> "Superblock":
         """Inverse of :meth:`pack`. Raises ValueError with the reason: ``data`` is no valid superblock."""
         if len(data) < PAGE or len(data) % PAGE:
             raise ValueError(f"a superblock of {len(data)} bytes")

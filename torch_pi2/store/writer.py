@@ -14,16 +14,8 @@ from torch_pi2.base.reading import PIECE
 from torch_pi2.base.tensorfile import Spec, TensorWriter, in_file_order
 from torch_pi2.errors import ArtifactError
 from torch_pi2.formats import formats_of, neuron_shape, row_bytes
+from torch_pi2.store import superblock as superblocks
 from torch_pi2.store.storefile import SHARD, STORE_FORMAT, SUPERBLOCK, format_fields, store_version
-from torch_pi2.store.superblock import (
-    MOST_CLUSTER,
-    PAGE,
-    LayerEntry,
-    Superblock,
-    hash_bytes,
-    slot_bytes,
-    superblock_bytes,
-)
 from torch_pi2.store.weights import BLOCKS
 from torch_pi2.types.method import PREDICTED
 from torch_pi2.types.plan import Plan
@@ -96,7 +88,7 @@ class StoreAssembly:
             for layer in layers
         }
         self.cluster = cluster or self._default_cluster()
-        self.slots = {key: slot_bytes(self.cluster * size) for key, size in self.neuron_bytes.items()}
+        self.slots = {key: superblocks.slot_bytes(self.cluster * size) for key, size in self.neuron_bytes.items()}
         self.specs: dict[str, Spec] = {}
         self.others: list[str] = []
         self._paddings: list[str] = []
@@ -116,11 +108,11 @@ class StoreAssembly:
         """One size for all layers, because a cache entry has to fit any slot."""
         if any(layer.method in PREDICTED for layer in self._plan.layers):
             return 1
-        most = max(1, min(MOST_CLUSTER, _CLUSTER_BYTES // max(self.neuron_bytes.values())))
+        most = max(1, min(superblocks.MOST_CLUSTER, _CLUSTER_BYTES // max(self.neuron_bytes.values())))
         return 1 << (most.bit_length() - 1)
 
     def _place(self, groups: Sequence[Mapping[str, Spec]]) -> None:
-        self._add(SUPERBLOCK, superblock_bytes(len(self.layers)))
+        self._add(SUPERBLOCK, superblocks.superblock_bytes(len(self.layers)))
         for layer in self.layers:
             self._to_page()
             self._add(layer.tensors[0], -(-layer.site.intermediate // self.cluster), self.slots[layer.site.key])
@@ -130,7 +122,7 @@ class StoreAssembly:
         if self.layers[-1].apart:
             self._to_page()
         for layer in self.layers:
-            pages = -(-layer.site.intermediate * layer.gate_bytes // PAGE)
+            pages = -(-layer.site.intermediate * layer.gate_bytes // superblocks.PAGE)
             self._add(layer.tensors[1], 4 * (layer.site.intermediate + pages))
         for group in groups:
             names = in_file_order(group)
@@ -148,22 +140,22 @@ class StoreAssembly:
         self._put(name, Spec(shape, torch.uint8))
 
     def _to_page(self) -> None:
-        if self._end % PAGE:
+        if self._end % superblocks.PAGE:
             self._paddings.append(f"pi2.padding.{len(self._paddings)}")
-            self._add(self._paddings[-1], -self._end % PAGE)
+            self._add(self._paddings[-1], -self._end % superblocks.PAGE)
 
     def writer(self, path: Path, *, progress: bool) -> TensorWriter:
         """The file ``path``, for :meth:`write`."""
         order = list(self.specs)
         return TensorWriter(path, self.specs, self.metadata, progress=progress, order=order, checked=self.others)
 
-    def superblock(self, out: TensorWriter) -> Superblock:
+    def superblock(self, out: TensorWriter) -> superblocks.Superblock:
         """The superblock of the file ``out``, which has all offsets."""
         entries = []
         for layer in self.layers:
             site, (slots, checks, *gates) = layer.site, layer.tensors
             entries.append(
-                LayerEntry(
+                superblocks.LayerEntry(
                     slots=out.offset(slots),
                     checks=out.offset(checks),
                     neurons=site.intermediate,
@@ -179,14 +171,14 @@ class StoreAssembly:
                 )
             )
         try:
-            model_hash = hash_bytes(self._plan.model_hash)
+            model_hash = superblocks.hash_bytes(self._plan.model_hash)
         except ValueError as error:
             fix = "Make the folder again."
             expected, found = "a hexadecimal model_hash", repr(self._plan.model_hash)
             raise ArtifactError("the plan of a store", expected=expected, found=found, fix=fix) from error
-        return Superblock(out.file_bytes, model_hash, tuple(entries))
+        return superblocks.Superblock(out.file_bytes, model_hash, tuple(entries))
 
-    def write(self, out: TensorWriter, superblock: Superblock) -> None:
+    def write(self, out: TensorWriter, superblock: superblocks.Superblock) -> None:
         """Write everything into ``out``, from :meth:`writer`, a few MB at a time."""
         out.write(SUPERBLOCK, torch.frombuffer(bytearray(superblock.pack()), dtype=torch.uint8))
         for name in self._paddings:

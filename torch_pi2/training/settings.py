@@ -1,7 +1,5 @@
 """Settings of ``sparsify``, and the record of the model, text and settings that checkpoints belong to."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -81,7 +79,7 @@ class ResumeInfo:
         atomic_write(folder / _RESUME_FILE, json_text(_FORMAT, _VERSION, to_json(self)) + "\n")
 
     @classmethod
-    def load(cls, folder: Path) -> ResumeInfo | None:
+    def load(cls, folder: Path) -> "ResumeInfo | None":
         """The one in ``folder``; None: no training was started there. Raises ArtifactError: it is damaged."""
         path = folder / _RESUME_FILE
         if not path.exists():

@@ -1,7 +1,5 @@
 """The model to train: the dense one with another activation in its FFNs; for dReLU with new modelling code."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import sys
@@ -24,7 +22,7 @@ from torch_pi2.types.site import FFNSite
 _ACTIVATION_FIELDS = ("hidden_act", "hidden_activation", "activation_function", "activation")
 
 
-def student_of(dense: Any, activation: str) -> tuple[Any, list[FFNSite], Code | None]:
+def student_of(dense: Any, activation: str) -> "tuple[Any, list[FFNSite], Code | None]":
     """A float32 copy of ``dense`` with ``activation``, its FFNs, and the modelling code that its folder needs. Raises
     UnsupportedModelError: a layer of experts; an activation that config.json does not name; with ``drelu`` an FFN for
     which no modelling code can be written. NoFFNFoundError: there is no FFN.

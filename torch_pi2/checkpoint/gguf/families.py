@@ -32,13 +32,8 @@ _COMMON = {
     "vocab_size": "vocab_size",
 }
 #: Keys that do not matter here, or are read for some models of a family only.
-_ELSEWHERE = {
-    "rope.scaling.original_context_length",
-    "rope.scaling.finetuned",
-    "attention.causal",
-    "expert_count",
-    "expert_used_count",
-}
+_ELSEWHERE = {"rope.scaling.original_context_length", "rope.scaling.finetuned"}
+_ELSEWHERE |= {"attention.causal", "expert_count", "expert_used_count"}
 #: Keys that nothing here reads, with the values that change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("logit_scale", "residual_scale", "embedding_scale", "attention.output_scale"), (0, 1)),
@@ -76,15 +71,8 @@ _NEEDED = ("ssm.", "shortconv.", "altup.", "embedding_", "residual_", *_ATTENTIO
 _COUNTS = {*_COMMON} - {_RMS_NORM}
 #: Suffixes of keys with fractional numbers.
 _FRACTIONS = (
-    "epsilon",
-    "softcapping",
-    "rope.freq_base",
-    "rope.freq_base_swa",
-    "rope.scaling.factor",
-    "rope.scale_linear",
-    "scale",
-    "clamp_kqv",
-    "multiplier",
+    *("rope.freq_base", "rope.freq_base_swa", "rope.scaling.factor", "rope.scale_linear"),
+    *("epsilon", "softcapping", "scale", "clamp_kqv", "multiplier"),
 )
 #: Keys of other than numbers -> values that are known.
 _WORDS: dict[str, tuple[Any, ...]] = {
@@ -133,11 +121,6 @@ class Family:
         return {
             key: of for key, of in {**_COMMON, **self.keys}.items() if key != _RMS_NORM or _LAYER_NORM not in self.keys
         }
-
-    def permuted_part(self, tensor: str) -> str | None:
-        """``q`` or ``k`` if rows of the tensor with this name are permuted, otherwise None."""
-        found = re.search(r"\.attn_([qk])\.", tensor) if self.permuted else None
-        return None if found is None else found[1]
 
 
 #: Key and attribute -> the default.
@@ -195,12 +178,9 @@ class ArchMetadata:
             return default
         kinds, whole = ((int, float), "") if key.endswith(_FRACTIONS) else ((int,), "whole ")
         if type(found) not in kinds or not least <= found <= most:
-            raise ArtifactError(
-                f"{self.prefix}{key} in {self._file.path}",
-                expected=f"a {whole}number from {least:g} to {most:g}",
-                found=shown("nothing" if found is None else found),
-                fix="Get the file again, or convert the model with a current llama.cpp.",
-            )
+            what, expected = f"{self.prefix}{key} in {self._file.path}", f"a {whole}number from {least:g} to {most:g}"
+            fix = "Get the file again, or convert the model with a current llama.cpp."
+            raise ArtifactError(what, expected=expected, found=shown("nothing" if found is None else found), fix=fix)
         return found
 
     def get(self, key: str) -> Any:
@@ -317,14 +297,9 @@ def _t5(file: GgufFile, family: Family, meta: ArchMetadata) -> dict[str, Any]:
     table, numbers = file.tensor("token_embd.weight"), re.compile(r"(enc|dec)\.blk\.(\d+)\.")
     blocks = {(found[1], found[2]) for name in file.tensors if (found := numbers.match(name))}
     counts = [sum(part == one for part, _ in blocks) for one in ("enc", "dec")]
-    _check_claims(
-        file,
-        (
-            ("block_count", config["num_layers"], counts[0]),
-            ("decoder_block_count", config["num_decoder_layers"], counts[1]),
-            ("embedding_length", config["d_model"], table.columns),
-        ),
-    )
+    claims = [("block_count", config["num_layers"], counts[0])]
+    claims.append(("decoder_block_count", config["num_decoder_layers"], counts[1]))
+    _check_claims(file, [*claims, ("embedding_length", config["d_model"], table.columns)])
     config |= {"vocab_size": table.rows, "decoder_start_token_id": meta.number("decoder_start_token_id", 0)}
     own = {"attention.value_length": config["d_kv"], _RMS_NORM: config["layer_norm_epsilon"]}
     _check_unused(file, meta, own | {"context_length": meta.get("context_length"), "vocab_size": table.rows})
@@ -366,12 +341,9 @@ def _check_sizes(file: GgufFile, config: Mapping[str, Any], meta: ArchMetadata) 
     _check_claims(file, claims)
     experts, used = meta.number("expert_count", 0), meta.number("expert_used_count", 0)
     if experts and not 1 <= used <= experts:
-        raise ArtifactError(
-            f"expert_used_count in {file.path}",
-            expected=f"from 1 to {experts}, as many as there are experts",
-            found=str(used),
-            fix="The file's metadata is of another model; get it again.",
-        )
+        expected = f"from 1 to {experts}, as many as there are experts"
+        fix = "The file's metadata is of another model; get it again."
+        raise ArtifactError(f"expert_used_count in {file.path}", expected=expected, found=str(used), fix=fix)
 
 
 def _check_claims(file: GgufFile, claims: Iterable[tuple[str, int, int]]) -> None:

@@ -95,26 +95,20 @@ def import_gguf(
 
 
 def _write_config(checkpoint: GgufCheckpoint, folder: Path) -> None:
-    from transformers import (
-        CONFIG_MAPPING,
-        MODEL_FOR_CAUSAL_LM_MAPPING,
-        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-        GenerationConfig,
-    )
+    from transformers import GenerationConfig
+    from transformers.models.auto import configuration_auto, modeling_auto
 
     values = configuration(checkpoint.file)
     own_classes(values)
     try:
-        config = CONFIG_MAPPING[values.pop("model_type")](**values)
+        config = configuration_auto.CONFIG_MAPPING[values.pop("model_type")](**values)
     except Exception as error:  # its checks raise many types
-        raise UnsupportedModelError(
-            str(checkpoint.folder),
-            expected=f"a configuration of {checkpoint.family.model_type}",
-            found=" ".join(str(error).split())[:200],
-            fix="The file is damaged, or transformers too old for it: pip install -U transformers.",
-        ) from error
-    classes = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING if config.is_encoder_decoder else MODEL_FOR_CAUSAL_LM_MAPPING
-    config.architectures = [classes[type(config)].__name__]
+        what, expected = str(checkpoint.folder), f"a configuration of {checkpoint.family.model_type}"
+        found = " ".join(str(error).split())[:200]
+        fix = "The file is damaged, or transformers too old for it: pip install -U transformers."
+        raise UnsupportedModelError(what, expected=expected, found=found, fix=fix) from error
+    both = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING, modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+    config.architectures = [both[config.is_encoder_decoder][type(config)].__name__]
     largest = max(checkpoint.file.tensors.values(), key=lambda tensor: tensor.nbytes)
     config.dtype = "bfloat16" if largest.type.name in ("F16", "BF16") else "float32"  # as llama.cpp's activations
     config.save_pretrained(folder)

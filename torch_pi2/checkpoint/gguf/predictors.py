@@ -80,31 +80,24 @@ def _check_there(checkpoint: GgufCheckpoint) -> None:
     elif threshold != 0:
         found = f"powerinfer.sparse_threshold {threshold}, which is for the input before the norm"
     if found:
-        raise UnsupportedModelError(
-            f"import_gguf(predictors=...) of {checkpoint.folder}",
-            expected="PowerInfer's predictors, with a threshold of 0",
-            found=found,
-            fix="Leave predictors out: the exact gate needs none.",
-        )
+        what = f"import_gguf(predictors=...) of {checkpoint.folder}"
+        expected = "PowerInfer's predictors, with a threshold of 0"
+        fix = "Leave predictors out: the exact gate needs none."
+        raise UnsupportedModelError(what, expected=expected, found=found, fix=fix)
 
 
 def _predictor(checkpoint: GgufCheckpoint, site: FFNSite) -> LowRankRows:
     fc1_rH, fc2_Ir = checkpoint.predictor(site.layer)
     if fc1_rH.shape[1] != site.hidden or fc2_Ir.shape != (site.intermediate, len(fc1_rH)):
-        raise ArtifactError(
-            f"predictor of block {site.layer} in {checkpoint.folder}",
-            expected=f"fc1 [r, {site.hidden}] and fc2 [{site.intermediate}, r]",
-            found=f"{list(fc1_rH.shape)} and {list(fc2_Ir.shape)}",
-            fix="Get the file again.",
-        )
+        what = f"predictor of block {site.layer} in {checkpoint.folder}"
+        expected, fix = f"fc1 [r, {site.hidden}] and fc2 [{site.intermediate}, r]", "Get the file again."
+        raise ArtifactError(what, expected=expected, found=f"{list(fc1_rH.shape)} and {list(fc2_Ir.shape)}", fix=fix)
     norm_H = checkpoint.read(f"model.layers.{site.layer}.post_attention_layernorm.weight").float()
     if zeros := int((norm_H == 0).sum()):
-        raise UnsupportedModelError(
-            f"predictor of block {site.layer} in {checkpoint.folder}",
-            expected="a norm that lets every number through",
-            found=f"{zeros} of its {site.hidden} weights are 0, and what the predictor saw there is lost",
-            fix="Leave predictors out: the exact gate needs none.",
-        )
+        what = f"predictor of block {site.layer} in {checkpoint.folder}"
+        found = f"{zeros} of its {site.hidden} weights are 0, and what the predictor saw there is lost"
+        fix = "Leave predictors out: the exact gate needs none."
+        raise UnsupportedModelError(what, expected="a norm that lets every number through", found=found, fix=fix)
     a, b = (quantize(f"predictor of block {site.layer}", w, _FORMAT) for w in (fc1_rH / norm_H, fc2_Ir))
     return LowRankRows(a, b, torch.zeros(site.intermediate), _FORMAT, site.hidden)
 

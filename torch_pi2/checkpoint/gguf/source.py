@@ -199,11 +199,11 @@ class GgufCheckpoint(Closing):
 
     def _order(self, tensor: GgufTensor) -> torch.Tensor | None:
         """Row in the file of each row of the model; None: the same order."""
-        kind = self.family.permuted_part(tensor.name)
-        if kind is None:
+        permuted = re.search(r"\.attn_([qk])\.", tensor.name) if self.family.permuted else None
+        if permuted is None:
             return None
         heads = arch_number(self.file, self.family, "attention.head_count")
-        if kind == "k" and f"{self.family.arch}.attention.head_count_kv" in self.file.metadata:
+        if permuted[1] == "k" and f"{self.family.arch}.attention.head_count_kv" in self.file.metadata:
             heads = arch_number(self.file, self.family, "attention.head_count_kv")
         rows = tensor.shape[0]
         if rows % (2 * heads):

@@ -100,12 +100,11 @@ def _probe(settings: Settings, build: str, log: _Log) -> None:
     try:
         _lower({"probe": program}, Settings(settings.soc, "fp16", weight_sharing=False))
     except Exception as error:
-        raise VersionError(
-            "binary interface of Qualcomm's libraries",
-            expected=f"one that ExecuTorch {EXECUTORCH} knows: QNN {', '.join(sdk.PACKAGE_VERSIONS.values())}",
-            found=f"{build}, which compiles no layer of 64 neurons for {settings.soc}: {_reason(error, log)}",
-            fix=f"pip install {sdk.PACKAGE}=={next(iter(sdk.PACKAGE_VERSIONS))} and unset QNN_SDK_ROOT.",
-        ) from error
+        what = "binary interface of Qualcomm's libraries"
+        expected = f"one that ExecuTorch {EXECUTORCH} knows: QNN {', '.join(sdk.PACKAGE_VERSIONS.values())}"
+        found = f"{build}, which compiles no layer of 64 neurons for {settings.soc}: {_reason(error, log)}"
+        fix = f"pip install {sdk.PACKAGE}=={next(iter(sdk.PACKAGE_VERSIONS))} and unset QNN_SDK_ROOT."
+        raise VersionError(what, expected=expected, found=found, fix=fix) from error
 
 
 def _compile(

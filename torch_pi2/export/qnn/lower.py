@@ -5,8 +5,6 @@ ExecuTorch's passes for Qualcomm, which rewrite whole programs, see nothing else
 time. The compiler is single-threaded; as many processes run as cores and memory allow.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math
@@ -140,7 +138,7 @@ def lower_parts(
     return Lowered(modules, quantized, {name: one.report for name, one in compiled.items()}, about)
 
 
-def _delegate(program: torch.export.ExportedProgram, compiled: Compiled) -> nn.Module:
+def _delegate(program: torch.export.ExportedProgram, compiled: "Compiled") -> nn.Module:
     from executorch.backends.qualcomm.utils.constants import QCOM_QNN_COMPILE_SPEC
     from executorch.exir.backend.compile_spec_schema import CompileSpec
     from executorch.exir.lowered_backend_module import LoweredBackendModule
@@ -213,14 +211,9 @@ class _Process:
         folder.mkdir()
         (folder / "job.json").write_text(json.dumps({**job, "parts": [*parts]}))
         with (folder / "log").open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", _MODULE, str(folder)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,  # the compiler's own children die with it
-            )
+            how: Any = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT, "env": environment}
+            how["start_new_session"] = True  # the compiler's own children die with it
+            self.process = subprocess.Popen([sys.executable, "-m", _MODULE, str(folder)], **how)
 
     def is_running(self) -> bool:
         """Raises the process's error."""

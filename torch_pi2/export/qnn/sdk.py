@@ -54,12 +54,10 @@ def find() -> Libraries:
             raise LibraryMissingError(what, expected=expected, found="neither", fix=fix) from error
         version = distribution.version
         if version not in PACKAGE_VERSIONS:
-            raise VersionError(
-                f"version of {PACKAGE}",
-                expected=f"{' or '.join(PACKAGE_VERSIONS)} (QNN {', '.join(PACKAGE_VERSIONS.values())})",
-                found=f"{version}, whose device structure ExecuTorch {EXECUTORCH} does not know",
-                fix=f"pip install {PACKAGE}=={next(iter(PACKAGE_VERSIONS))}; a newer one is not better here.",
-            )
+            expected = f"{' or '.join(PACKAGE_VERSIONS)} (QNN {', '.join(PACKAGE_VERSIONS.values())})"
+            unknown = f"{version}, whose device structure ExecuTorch {EXECUTORCH} does not know"
+            fix = f"pip install {PACKAGE}=={next(iter(PACKAGE_VERSIONS))}; a newer one is not better here."
+            raise VersionError(f"version of {PACKAGE}", expected=expected, found=unknown, fix=fix)
         folder = Path(str(distribution.locate_file("onnxruntime_qnn")))
         found, where = Libraries(folder, f"{PACKAGE} {version}"), "as the package has them"
         fix = f"pip install --force-reinstall {PACKAGE}=={version}."
