@@ -204,23 +204,16 @@ class Run:
             output = bundle.generate(prompt, args.max_new_tokens, **how)
             read = bundle.stats()
             target, loading = bundle.manifest.target, bundle.load_seconds
-        return {
-            "bundle": str(args.bundle),
-            "target": target,
-            "prompt": args.prompt,
-            "prompt_tokens": len(output.prompt_ids),
-            "new_tokens": sum(len(s.ids) for s in output.sequences),
-            "sequences": [{"text": s.text, "ids": s.ids, "ended": s.ended} for s in output.sequences],
-            "tokens_per_second": output.tokens_per_second,
-            "prompt_tokens_per_second": len(output.prompt_ids) / output.prompt_seconds,
-            "load_seconds": loading,
-            **{name: getattr(output, name) for name in ("prompt_seconds", "decode_seconds", "decode_steps")},
-            "hit_rate": read["hit_rate"],
-            "wait_share": read["wait_share"],
-            "store": {name: value for name, value in read.items() if name not in ("hit_rate", "wait_share")},
-            "trace": None if args.trace is None else str(args.trace),
-            "streamed": streamed,
-        }
+        count = len(output.prompt_ids)
+        result = {"bundle": str(args.bundle), "target": target, "prompt": args.prompt, "prompt_tokens": count}
+        result["new_tokens"] = sum(len(s.ids) for s in output.sequences)
+        result["sequences"] = [{"text": s.text, "ids": s.ids, "ended": s.ended} for s in output.sequences]
+        result["tokens_per_second"] = output.tokens_per_second
+        result |= {"prompt_tokens_per_second": count / output.prompt_seconds, "load_seconds": loading}
+        result |= {name: getattr(output, name) for name in ("prompt_seconds", "decode_seconds", "decode_steps")}
+        result |= {name: read.pop(name) for name in ("hit_rate", "wait_share")}
+        trace = None if args.trace is None else str(args.trace)
+        return result | {"store": read, "trace": trace, "streamed": streamed}
 
     @staticmethod
     def render(result: dict[str, Any]) -> str:

@@ -116,20 +116,14 @@ def describe(folder: Path, verify: bool = False, progress: bool = True) -> dict[
     kinds = ["model"] if inner != folder else []
     made_by = stats.made_by if plan is None and stats else plan.made_by.get("stats") if plan else None
     curve = LossCurve.of(made_by, "statistics of the plan") if isinstance(made_by, dict) else None
-    return {
-        "contains": kinds + present + (["store"] if store else []),
-        "files": files,
-        "bytes": sum(files.values()),
-        "verified_bytes": verified,
-        "layers": list(layers.values()),
-        "left": plan.made_by.get("left", {}) if plan else {},
-        "store": store or None,
-        "budget": _budget(folder, inner / STORE_FILE, plan, predictors) if has_store and plan else None,
-        "matrices": matrices,
-        "thresholds": None if curve is None else to_json(curve),  # as --max-loss chose them
-        "fit": report and {name: report[name] for name in ("change", "tolerance", "met", "skipped", "tokens")},
-        "verdict": verdict.as_json(folder, None if plan is None else plan.model_hash),
-    }
+    about: dict[str, Any] = {"contains": kinds + present + (["store"] if store else [])}
+    about |= {"files": files, "bytes": sum(files.values()), "verified_bytes": verified}
+    about |= {"layers": list(layers.values()), "left": plan.made_by.get("left", {}) if plan else {}}
+    budget = _budget(folder, inner / STORE_FILE, plan, predictors) if has_store and plan else None
+    about |= {"store": store or None, "budget": budget, "matrices": matrices}
+    about["thresholds"] = None if curve is None else to_json(curve)  # as --max-loss chose them
+    about["fit"] = report and {name: report[name] for name in ("change", "tolerance", "met", "skipped", "tokens")}
+    return about | {"verdict": verdict.as_json(folder, None if plan is None else plan.model_hash)}
 
 
 def _budget(folder: Path, store: Path, plan: "Plan", predictors: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,18 +163,11 @@ def _store(path: Path, verify: bool, progress: bool) -> tuple[dict[str, Any], di
             sizes = {"bundle_bytes": entry.neuron_bytes, "slot_bytes": entry.slot_bytes, "padding_share": padding}
             counts = {"key": key, "hidden": entry.hidden, "neurons": entry.neurons, "hot": entry.n_hot}
             layers[key] = counts | sizes
-        facts = {
-            "weights": store.neuron_formats,
-            "model_hash": store.model_hash,
-            "bytes": store.file_bytes,
-            "neurons": sum(entry.neurons for entry in store.entries),
-            "shard": store.shard and {"rank": store.shard.rank, "ranks": store.shard.ranks, "of": store.shard.whole},
-            "regions": store.regions(),
-            "format_version": store.metadata["pi2_version"],
-            "provenance": store.provenance(),
-            "verified_bytes": store.verify(progress=progress) if verify else None,
-        }
-    return facts, layers
+        of = store.shard and {"rank": store.shard.rank, "ranks": store.shard.ranks, "of": store.shard.whole}
+        facts = {"weights": store.neuron_formats, "model_hash": store.model_hash, "bytes": store.file_bytes}
+        facts |= {"neurons": sum(entry.neurons for entry in store.entries), "shard": of, "regions": store.regions()}
+        facts |= {"format_version": store.metadata["pi2_version"], "provenance": store.provenance()}
+        return facts | {"verified_bytes": store.verify(progress=progress) if verify else None}, layers
 
 
 def _render_folder(result: dict[str, Any]) -> str:
@@ -371,26 +358,15 @@ def describe_bundle(folder: Path, verify: bool, progress: bool) -> dict[str, Any
     if STORE_FILE in files:
         parts |= _store_parts(folder / STORE_FILE)
     others = (size for name, size in files.items() if name not in (PROGRAM_FILE, STORE_FILE))
-    return {
-        "contains": ["bundle"],
-        "files": files,
-        "bytes": sum(files.values()),
-        "manifest": manifest.to_json(),
-        "methods": {
-            name: {
-                "kind": method.kind,
-                "batch": method.batch,
-                "max_tokens": method.max_tokens,
-                "hot_chunks": list(method.hot_chunks),
-                **program["methods"].get(name, {"delegates": {}, "operators": {}}),
-            }
-            for name, method in manifest.methods.items()
-        },
-        "parts": parts | {"configuration and tokenizer": sum(others)},
-        "unknown": unknown,
-        "verified_bytes": read if verify else None,
-        "npu": read_report(folder / REPORT_FILE) if REPORT_FILE in files else None,
-    }
+    methods = {}
+    for name, method in manifest.methods.items():
+        methods[name] = {"kind": method.kind, "batch": method.batch, "max_tokens": method.max_tokens}
+        methods[name] |= {"hot_chunks": list(method.hot_chunks)}
+        methods[name] |= program["methods"].get(name, {"delegates": {}, "operators": {}})
+    about = {"contains": ["bundle"], "files": files, "bytes": sum(files.values()), "manifest": manifest.to_json()}
+    about |= {"methods": methods, "parts": parts | {"configuration and tokenizer": sum(others)}, "unknown": unknown}
+    npu = read_report(folder / REPORT_FILE) if REPORT_FILE in files else None
+    return about | {"verified_bytes": read if verify else None, "npu": npu}
 
 
 def _store_parts(path: Path) -> dict[str, int]:

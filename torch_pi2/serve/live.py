@@ -143,18 +143,11 @@ class Live:
         layers = self._firing.read(state["live"])  # slightly later than ``now``
         fired = any(layer["tokens"] for layer in layers)
         work = Work(**_since(before.work, now.work, [field.name for field in fields(Work)]))
-        figures = {
-            "seconds": seconds,
-            **state,
-            "answer_tokens": answered,
-            "prompt_tokens": read,
-            "tokens_per_second": answered / seconds,
-            "layers": layers,
-            "ffn": {name: getattr(work, name) for name in ("neurons_computed", "neurons_used", "rows_used")},
-            **kinds,
-            "store": _store_figures(before.store, now.store),
-            "busy": bool(state["live"] or state["waiting"] or answered or read or fired or any(kinds.values())),
-        }
+        figures: dict[str, Any] = {"seconds": seconds, **state, "answer_tokens": answered, "prompt_tokens": read}
+        figures |= {"tokens_per_second": answered / seconds, "layers": layers}
+        figures["ffn"] = {name: getattr(work, name) for name in ("neurons_computed", "neurons_used", "rows_used")}
+        busy = bool(state["live"] or state["waiting"] or answered or read or fired or any(kinds.values()))
+        figures |= {**kinds, "store": _store_figures(before.store, now.store), "busy": busy}
         return figures, time.thread_time() - started
 
 

@@ -139,33 +139,17 @@ def training_arguments(settings: SparsifySettings, folder: Path, steps: int) -> 
     with needed("transformers", "train", "an installed transformers, which trains"):
         from transformers import TrainingArguments
     save_every = settings.save_every or max(STEER_EVERY, steps // 10 // STEER_EVERY * STEER_EVERY)
+    how: dict[str, Any] = {"output_dir": str(folder), "max_steps": steps, "bf16": settings.bf16}
+    how["per_device_train_batch_size"] = settings.batch  # divided below by the number of processes
+    how |= {"gradient_accumulation_steps": settings.accumulate, "learning_rate": settings.learning_rate}
+    how |= {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}}
+    how |= {"warmup_steps": max(1, steps // 20), "weight_decay": 0.1, "adam_beta2": 0.95, "max_grad_norm": 1.0}
+    how |= {"use_cpu": not torch.accelerator.is_available(), "seed": settings.seed, "data_seed": settings.seed}
+    how |= {"logging_steps": STEER_EVERY, "logging_nan_inf_filter": False, "disable_tqdm": True, "report_to": "none"}
+    how |= {"save_steps": save_every, "save_total_limit": 1, "dataloader_drop_last": True}
+    how |= {"ddp_find_unused_parameters": False, "average_tokens_across_devices": False}  # windows are of equal length
     try:
-        arguments = TrainingArguments(
-            output_dir=str(folder),
-            max_steps=steps,
-            per_device_train_batch_size=settings.batch,  # divided below by the number of processes
-            gradient_accumulation_steps=settings.accumulate,
-            learning_rate=settings.learning_rate,
-            lr_scheduler_type="cosine_with_min_lr",
-            lr_scheduler_kwargs={"min_lr_rate": 0.1},
-            warmup_steps=max(1, steps // 20),
-            weight_decay=0.1,
-            adam_beta2=0.95,
-            max_grad_norm=1.0,
-            bf16=settings.bf16,
-            use_cpu=not torch.accelerator.is_available(),
-            seed=settings.seed,
-            data_seed=settings.seed,
-            logging_steps=STEER_EVERY,
-            logging_nan_inf_filter=False,
-            save_steps=save_every,
-            save_total_limit=1,
-            disable_tqdm=True,
-            report_to="none",
-            average_tokens_across_devices=False,  # windows are of equal length
-            ddp_find_unused_parameters=False,
-            dataloader_drop_last=True,
-        )
+        arguments = TrainingArguments(**how)
     except ValueError as error:
         fix = "Pass bf16=False."
         expected = "a device that computes in bfloat16"
