@@ -51,7 +51,7 @@ from torch_pi2.rewrite.rewrite import apply, replaceable
 from torch_pi2.rewrite.rewrite import restore as restore_modules
 from torch_pi2.rewrite.skeleton import on_meta
 from torch_pi2.rewrite.state import ModelState, SparseState, get_state
-from torch_pi2.types.config import Config, configured
+from torch_pi2.types.config import Config, configured, method_for
 from torch_pi2.types.method import LOSSY, PREDICTED, Method
 from torch_pi2.types.plan import Plan, lossy_methods, weights_hash
 from torch_pi2.types.site import FFNSite
@@ -219,7 +219,7 @@ def _fit(
 ) -> FittedPredictors:
     cold = {s.key: cold_neurons(stats, s.key, hot_cut(s, stats[s.key], config)) for s in sites}
     if config.method == Method.CUSTOM:  # which decides for every neuron
-        cold = {s.key: torch.arange(s.intermediate) for s in sites}
+        cold = {s.key: torch.arange(s.intermediate if method_for(config, s.key) else 0) for s in sites}
     cold |= {s.key: torch.empty(0, dtype=torch.int64) for s in sites if of_all(s.activation)}
     if config.method == "auto":
         # one training per expert would be needed; the router already skips most neurons

@@ -10,7 +10,7 @@ from pasted import blocks, run, same
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(path.stem for path in (ROOT / "docs" / "tutorials").glob("*.md") if blocks(path))
-QUICK = {"by_hand"}
+QUICK = {"by_hand", "own_method"}
 
 
 LONG = [pytest.mark.slow, pytest.mark.long]

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 import torch_pi2
 from torch_pi2.base import plugins
+from torch_pi2.cli import main
 from torch_pi2.decode.decoder import Decoder
 from torch_pi2.errors import ConfigError, DtypeError, Pi2Error, ShapeError
 from torch_pi2.layers.of_model import sparse_layers
@@ -108,7 +109,7 @@ def test_a_method_is_saved_and_loaded_with_its_model(kind: Any, weights: str, tm
     assert type(own) is kind
     assert vars(own).keys() == vars(model.torch_pi2.predictors[sparse_layers(model)[0].site.key]).keys()
     made_by = loaded.torch_pi2.plan.made_by["config"]
-    assert made_by["custom"]["name"] == kind.name
+    assert made_by["custom"]["*"]["name"] == kind.name
 
 
 def decoded(decoder: Decoder, tokens: int = 40) -> torch.Tensor:
@@ -416,3 +417,47 @@ def test_an_input_method_says_what_it_cannot(tmp_path: Path) -> None:
         torch_pi2.save(model, tmp_path)
     with pytest.raises(ConfigError, match="expected a dense model, found sparse layers"):
         torch_pi2.optimize(model, IDS, method=Magnitude(), **HOW)
+
+
+def test_layers_can_have_methods_of_their_own() -> None:
+    patterns = {"*.layers.0.*": Largest(0.2), "*.layers.1.*": "cuts"}
+    model = optimised("llama", patterns)
+    methods = [layer.method for layer in model.torch_pi2.plan.layers]
+    assert methods[:2] == ["custom", "threshold"]
+    assert set(methods[2:]) <= {"dense"}
+    described = model.torch_pi2.plan.made_by["config"]["custom"]
+    assert [one["name"] for one in described.values()] == ["largest", "cuts"]
+    with pytest.raises(ConfigError, match=r"Config\.method: expected the name of a method"):
+        torch_pi2.Config(method={"*": 5})
+
+
+FILE = """
+import torch_pi2
+
+@torch_pi2.register_method
+class Every(torch_pi2.SparseMethod):
+    name = "every-third"
+
+    def select(self, x_TH):
+        mask_TI = x_TH.new_zeros((len(x_TH), self.neurons), dtype=bool)
+        mask_TI[:, ::3] = True
+        return mask_TI
+
+    def fit(self, layer):
+        self.neurons = layer.site.intermediate
+"""
+
+
+@pytest.mark.slow
+def test_the_command_line_takes_a_method_from_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text(FILE)
+    model = Path(__file__).parents[2] / "examples" / "models" / "drelu-stdlib-5m"
+    quick = ["--tokens", "2000", "--trust-remote-code", "-q"]
+    what = ["optimize", str(model), "--method", f"{tmp_path / 'mine.py'}:Every", "--out", str(tmp_path / "out")]
+    assert main([*what, *quick, "--no-verdict"]) == 0, capfd.readouterr().err
+    registry.plugins._known.pop("every-third")
+    shown = ["inspect", str(tmp_path / "out")]
+    assert main(shown) == 2
+    assert "import the module that registers it" in capfd.readouterr().err
+    assert main([*shown, "--import", str(tmp_path / "mine.py")]) == 0
+    assert "custom (every-third)" in capfd.readouterr().out

@@ -14,6 +14,7 @@ import importlib
 import json
 import os
 import platform
+import runpy
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -114,6 +115,8 @@ def _run(argv: Sequence[str], parser: BuildParser, own_process: bool) -> tuple[d
             import_transformers()
         import torch_pi2.api  # noqa: F401 (nearly all verbs use it)
 
+        for file in args.imported:
+            runpy.run_path(file)
         if alone:
             gc.freeze()
             gc.enable()

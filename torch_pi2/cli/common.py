@@ -118,6 +118,8 @@ shares = list_of(float, "shares")
 
 def add_every(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object on standard output")
+    imported = "run a Python file first, such as one that registers methods; may be repeated"
+    parser.add_argument("--import", dest="imported", action="append", default=[], metavar="FILE.py", help=imported)
     level = parser.add_mutually_exclusive_group()
     level.add_argument("-v", "--verbose", action="store_true", help="more messages, with warnings of other libraries")
     level.add_argument("-q", "--quiet", action="store_true", help="results and errors only: no warnings, no progress")
@@ -202,7 +204,8 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     """The fields of :class:`torch_pi2.types.config.Config`, with its defaults."""
     lossless = "lossless: exact, hot-frequency; lossy: lowrank, threshold, weights, activations"
     add = partial(_add_setting, parser.add_argument_group("settings", lossless))
-    add("--method", choices=METHODS, help="how cold neurons are chosen")
+    known = f"{', '.join(METHODS)}, a registered one or FILE.py:CLASS (docs/RESEARCH.md)"
+    add("--method", metavar="NAME", help=f"how cold neurons are chosen: {known}")
     add("--hot-frequency", type=float, metavar="F", help="neurons that fire more often than this are always computed")
     add("--target-recall", type=float, metavar="R", help="share of firing neurons that a predictor has to find")
     add("--tolerance", type=float, metavar="T", help="accepted relative change of the loss")

@@ -101,7 +101,9 @@ def describe(folder: Path, verify: bool = False, progress: bool = True) -> dict[
     chosen = {}
     for layer in here.layers if here else ():
         form = {"form": layer.site.form, "hidden": layer.site.hidden, "neurons": layer.site.intermediate}
-        counts = {"method": layer.method, "hot": layer.n_hot, "cold": layer.n_cold}
+        name = getattr(predictors.get(layer.site.key), "name", "")
+        method = f"{layer.method} ({name})" if name else layer.method
+        counts = {"method": method, "hot": layer.n_hot, "cold": layer.n_cold}
         shares = {"threshold": layer.threshold, "expected_active": layer.expected_active}
         chosen[layer.site.key] = form | counts | shares
     for found in (fired, cards, chosen, slots):

@@ -40,7 +40,7 @@ from torch_pi2.predict.signbit import SignBit
 from torch_pi2.profiling.data import Batch, at_most, batches, digest, split
 from torch_pi2.profiling.recorder import check_sites
 from torch_pi2.profiling.samples import Samples, collect_samples
-from torch_pi2.types.config import described
+from torch_pi2.types.config import described, method_for
 from torch_pi2.types.method import Method
 from torch_pi2.types.plan import weights_hash
 from torch_pi2.types.site import FFNSite
@@ -225,7 +225,7 @@ def fit_layers(
         samples = _samples(model, {"all": data}, {"all": settings.n_tokens}, sites, cuts, work, how)["all"]
         for site in sites:
             if settings.method == Method.CUSTOM:
-                result[site.key] = fit_method(settings._custom, model, site, samples[site.key])
+                result[site.key] = fit_method(method_for(settings, site.key), model, site, samples[site.key])
             else:
                 result[site.key] = _fit_signs(model, site, samples[site.key], cold[site.key], settings.target_recall)
     return result

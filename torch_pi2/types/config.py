@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch_pi2.base.fields import argument, check_fields, limited, to_json
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import ACTIVATIONS, FLOAT, QUANTIZED
-from torch_pi2.types.method import Method, find_method
+from torch_pi2.types.method import Fitted, Method, find_method
 
 #: ``auto`` picks the cheapest per layer.
 METHODS = ("auto", *(method.value for method in Method if method is not Method.CUSTOM))
@@ -39,7 +41,9 @@ class Config:
             (lossy: a fitted low-rank predictor), ``signbit`` (lossy: a predictor from the gate's signs, only
             calibrated), ``dense`` (every neuron), or ``auto``: per layer whichever of ``exact``/``threshold`` and
             ``lowrank`` reads fewer bytes (for experts ``exact``/``threshold``, without predictors). Or a
-            ``torch_pi2.SparseMethod`` (lossy), or the name of a registered one, which is made without arguments.
+            ``torch_pi2.SparseMethod`` (lossy), the name of a registered one or ``FILE.py:CLASS``, which is made without
+            arguments, or a mapping of patterns of layers to these, of which the first that matches counts
+            (``{"*.layers.0.*": Mine(0.8), "*": Mine(0.4)}``; layers that none matches stay dense).
         hot_frequency: neurons that fire for at least this share of tokens are hot: computed densely, never predicted
             (lossless in itself). Experts have no hot neurons.
         target_recall: start of the search for each layer's recall; with ``signbit`` each layer's recall (lossy).
@@ -85,14 +89,16 @@ class Config:
     _custom: Any = None
 
     def __post_init__(self) -> None:
-        made = find_method(self.method)() if isinstance(self.method, str) and self.method not in ALL else self.method
-        if not isinstance(made, str):
-            if not (callable(getattr(made, "select", None)) and callable(getattr(made, "fit", None))):
-                argument(self.method, "Config.method").wrong("the name of a method, or a torch_pi2.SparseMethod")
-            object.__setattr__(self, "_custom", made)
+        method = self.method
+        if isinstance(method, Mapping):
+            custom: Any = {pattern: _custom_of(value) for pattern, value in method.items()}
+        else:
+            custom = None if method in ALL else _custom_of(method)
+        if custom is not None:
+            object.__setattr__(self, "_custom", custom)
             object.__setattr__(self, "method", Method.CUSTOM.value)
-        elif self.method == Method.CUSTOM and self._custom is None:
-            find_method(self.method)
+        elif method == Method.CUSTOM and self._custom is None:
+            find_method(method)
         check_fields(self)
         if self.weights == FLOAT:
             for name, value in (("activations", FLOAT), ("quantization", "rtn")):
@@ -102,11 +108,28 @@ class Config:
             argument(self.quantization, "Config.quantization").wrong("rtn or gptq with int8")
 
 
+def _custom_of(value: Any) -> Any:
+    """The method itself, or one of the class of this name. Raises ConfigError: there is none."""
+    made = find_method(value)() if isinstance(value, str) else value
+    if not isinstance(made, Fitted):
+        argument(value, "Config.method").wrong("the name of a method, or a torch_pi2.SparseMethod")
+    return made
+
+
+def method_for(config: Config, key: str) -> Any:
+    """The method of layer ``key``, of the first pattern that matches it, or None."""
+    custom = config._custom
+    if not isinstance(custom, Mapping):
+        return custom
+    return next((method for pattern, method in custom.items() if fnmatchcase(key, pattern)), None)
+
+
 def described(config: Config) -> dict[str, Any]:
-    """For files: the fields, and of a ``SparseMethod`` its name and settings."""
+    """For files: the fields, and the name and settings of methods in Python, by pattern."""
     made = config._custom
-    own = {} if made is None else {"custom": {"name": made.name or type(made).__name__, "settings": made.settings()}}
-    return to_json(config) | own
+    several = made if isinstance(made, Mapping) else {"*": made} if made is not None else {}
+    own = {p: {"name": m.name or type(m).__name__, "settings": m.settings()} for p, m in several.items()}
+    return to_json(config) | ({"custom": own} if own else {})
 
 
 def configured(config: Config | None, fields: dict[str, Any]) -> Config:
