@@ -57,8 +57,9 @@ std::int64_t NeuronCache::look_up(std::int64_t key) {
 
 std::int64_t NeuronCache::insert(std::int64_t key, bool fixed) {
   if (free_.empty()) {
-    if (full_at_ == now_ || !(evicts_ || fixed)) return -1;  // pins only grow until the next begin()
-    const std::int32_t slot = policy_->victim(now_);
+    // pins only grow until the next begin()
+    if (full_at_ == now_ || !(evicts_ || fixed || !priority_.empty())) return -1;
+    const std::int32_t slot = victim();
     if (slot < 0) full_at_ = now_;
     if (slot < 0) return -1;
     policy_->evicted(slot);
@@ -74,6 +75,7 @@ std::int64_t NeuronCache::insert(std::int64_t key, bool fixed) {
   e.fixed = fixed;
   slot_of_[static_cast<std::size_t>(key)] = slot;
   if (!fixed) policy_->inserted(slot);
+  if (!priority_.empty()) rank(slot);
   fixed_ += fixed;
   ++used_;
   ++changes_;
@@ -87,6 +89,7 @@ void NeuronCache::fix(std::int64_t key, bool fixed) {
   entry(slot).fixed = fixed;
   fixed_ += fixed ? 1 : -1;
   if (!fixed) policy_->inserted(slot);
+  if (!fixed && !priority_.empty()) rank(slot);
 }
 
 void NeuronCache::erase(std::int64_t key) {
@@ -106,6 +109,7 @@ void NeuronCache::erase_older(std::int64_t first, std::int64_t last, std::int64_
 void NeuronCache::renew(const std::vector<std::int64_t>& keys) {
   policy_ = known(kind_).make(entries_, static_cast<std::int64_t>(slot_of_.size()));
   begin();
+  all_ranked_ = false;
   for (const std::int64_t key : keys) {
     const auto slot = static_cast<std::int32_t>(slot_of(key));
     CacheEntry& e = entry(slot);
@@ -117,6 +121,81 @@ void NeuronCache::renew(const std::vector<std::int64_t>& keys) {
     e = made;
     if (!e.fixed) policy_->inserted(slot);
   }
+}
+
+void NeuronCache::prioritise(std::int64_t first, const std::vector<float>& values) {
+  make_room_for_ranks(slots());
+  if (priority_.empty()) priority_.resize(slot_of_.size());
+  for (const float value : values) {
+    const std::int32_t slot = slot_of_[static_cast<std::size_t>(first)];
+    float& its = priority_[static_cast<std::size_t>(first++)];
+    const bool falls = value < its;
+    its = value;
+    if (falls && slot >= 0 && all_ranked_) rank(slot);
+  }
+  full_at_ = 0;
+}
+
+void NeuronCache::forget_priorities() {
+  priority_ = {};
+  ranked_ = {};
+  passed_ = {};
+  all_ranked_ = false;
+  full_at_ = 0;
+}
+
+// Later nothing may fail.
+void NeuronCache::make_room_for_ranks(std::int64_t slots) {
+  const auto most = static_cast<std::size_t>(slots);
+  ranked_.reserve(4 * most);
+  passed_.reserve(most);
+  if (turns_.size() < most) turns_.resize(most);
+}
+
+void NeuronCache::rank(std::int32_t slot) {
+  const CacheEntry& e = entry(slot);
+  if (e.key < 0 || e.fixed) return;
+  if (ranked_.size() >= 3 * entries_.size()) all_ranked_ = false;  // most are outdated
+  if (!all_ranked_) return;
+  ranked_.push_back(
+      {priority_[static_cast<std::size_t>(e.key)], slot, e.last_use, ++turns_[static_cast<std::size_t>(slot)]});
+  std::push_heap(ranked_.begin(), ranked_.end());
+}
+
+void NeuronCache::rank_all() {
+  ranked_.clear();
+  passed_.clear();
+  for (std::int32_t slot = 0; slot < static_cast<std::int32_t>(entries_.size()); ++slot) {
+    const CacheEntry& e = entry(slot);
+    if (e.key >= 0 && !e.fixed)
+      ranked_.push_back(
+          {priority_[static_cast<std::size_t>(e.key)], slot, e.last_use, ++turns_[static_cast<std::size_t>(slot)]});
+  }
+  std::make_heap(ranked_.begin(), ranked_.end());
+  all_ranked_ = true;
+}
+
+std::int32_t NeuronCache::least() {
+  if (!all_ranked_) rank_all();
+  while (!ranked_.empty()) {
+    std::pop_heap(ranked_.begin(), ranked_.end());
+    const Ranked next = ranked_.back();
+    ranked_.pop_back();
+    const CacheEntry& e = entry(next.slot);
+    if (next.turn != turns_[static_cast<std::size_t>(next.slot)] || e.key < 0 || e.fixed) continue;
+    if (e.last_use == now_ || e.held) {
+      if (passed_.size() < entries_.size())
+        passed_.push_back(next.slot);
+      else
+        all_ranked_ = false;
+    } else if (e.last_use != next.last_use || priority_[static_cast<std::size_t>(e.key)] != next.priority) {
+      rank(next.slot);
+      if (!all_ranked_) rank_all();
+    } else {
+      return next.slot;
+    }
+  }
+  return -1;
 }
 
 // The policy has forgotten the slot already.
@@ -133,6 +212,7 @@ void NeuronCache::empty(std::int64_t slot) {
 std::vector<NeuronCache::Move> NeuronCache::resize(std::int64_t slots) {
   slots = policy_->room(slots);
   const std::int64_t before = this->slots();
+  if (!priority_.empty()) make_room_for_ranks(slots);
   std::vector<Move> moves;
   std::vector<std::int32_t> free;
   const std::int64_t staying = std::min(used_, slots);
@@ -144,7 +224,7 @@ std::vector<NeuronCache::Move> NeuronCache::resize(std::int64_t slots) {
   begin();
   ++changes_;
   for (std::int64_t last = before - 1; used_ > slots; ++evictions_) {
-    std::int32_t slot = policy_->victim(now_);
+    std::int32_t slot = victim();
     if (slot >= 0) {
       policy_->evicted(slot);
     } else {  // everything left is fixed
@@ -170,6 +250,7 @@ std::vector<NeuronCache::Move> NeuronCache::resize(std::int64_t slots) {
   for (std::int64_t slot = slots - 1; slot >= 0; --slot)
     if (entry(slot).key < 0) free.push_back(static_cast<std::int32_t>(slot));
   free_.swap(free);
+  all_ranked_ = false;
   return moves;
 }
 

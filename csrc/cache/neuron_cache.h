@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "cache/policies/policy.h"
@@ -38,6 +39,8 @@ class NeuronCache {
   void begin() {
     ++now_;
     policy_->begin();
+    for (const std::int32_t slot : passed_) rank(slot);
+    passed_.clear();
   }
 
   // The slot of a key, or -1. Counts as a use and pins the key.
@@ -77,6 +80,12 @@ class NeuronCache {
   // Resets the order to that of a new cache into which `keys` were inserted in this order; they are what it holds.
   void renew(const std::vector<std::int64_t>& keys);
 
+  // Evicts from now on the key of the least value, among equals the least recently used, whatever the policy. Sets the
+  // values of the keys from `first` on; those that were never set are 0. If it throws std::bad_alloc, nothing changed.
+  void prioritise(std::int64_t first, const std::vector<float>& values);
+  // The policy decides again.
+  void forget_priorities();
+
   // As look_up, but does not count as a use.
   std::int64_t slot_of(std::int64_t key) const { return slot_of_[static_cast<std::size_t>(key)]; }
 
@@ -94,8 +103,25 @@ class NeuronCache {
   std::int64_t changes() const { return changes_; }
 
  private:
+  // When a key was ranked. Keys whose value has fallen since are ranked anew, other changes are noticed later.
+  struct Ranked {
+    float priority;
+    std::int32_t slot;
+    std::int64_t last_use;
+    std::uint32_t turn;  // that of its slot, unless the slot was ranked again
+
+    bool operator<(const Ranked& other) const {  // is evicted later
+      return std::tie(priority, last_use, slot) > std::tie(other.priority, other.last_use, other.slot);
+    }
+  };
+
   CacheEntry& entry(std::int64_t slot) { return entries_[static_cast<std::size_t>(slot)]; }
   void empty(std::int64_t slot);
+  std::int32_t victim() { return priority_.empty() ? policy_->victim(now_) : least(); }
+  std::int32_t least();
+  void rank(std::int32_t slot);
+  void rank_all();
+  void make_room_for_ranks(std::int64_t slots);
 
   CachePolicy kind_;
   std::vector<std::int32_t> slot_of_;  // by key
@@ -104,7 +130,12 @@ class NeuronCache {
   bool evicts_;
   std::vector<std::int32_t> free_;
   std::int64_t now_ = 1, used_ = 0, fixed_ = 0, evictions_ = 0, changes_ = 0;
-  std::int64_t full_at_ = 0;  // now() when every slot was found pinned
+  std::int64_t full_at_ = 0;          // now() when every slot was found pinned
+  std::vector<float> priority_;       // by key; empty: the policy decides
+  std::vector<Ranked> ranked_;        // a heap, the next to evict on top
+  std::vector<std::uint32_t> turns_;  // by slot
+  std::vector<std::int32_t> passed_;  // slots that were next, but pinned or held
+  bool all_ranked_ = false;
 };
 
 }  // namespace pi2

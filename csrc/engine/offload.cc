@@ -386,6 +386,24 @@ Accesses Offload::take_accesses() {
   return state_->common.recording.take();
 }
 
+std::string Offload::prioritise(std::int64_t layer, const float* values) {
+  Common& common = state_->common;
+  if (common.forked()) return kForked;
+  if (common.layout.mapped() != nullptr) return "mmap: expected pread or io_uring, found no cache";
+  std::vector<float> of_slots;
+  const StoreLayer& l = common.layout.about(layer);
+  for (std::int64_t i = 0; values != nullptr && i < l.neurons; ++i) {
+    if (i % l.cluster == 0) of_slots.push_back(values[i]);
+    of_slots.back() = std::max(of_slots.back(), values[i]);
+  }
+  const Locked lock(common.mutex);
+  common.recording.lose();
+  NeuronCache& cache = common.places.cache();
+  if (values == nullptr) cache.forget_priorities();
+  if (values != nullptr) cache.prioritise(common.layout.key_of(layer), of_slots);
+  return "";
+}
+
 OffloadStats Offload::stats(bool reset) { return state_->common.forked() ? OffloadStats() : state_->stats(reset); }
 
 double Offload::miss_margin() const { return state_->common.options.miss_margin; }

@@ -188,6 +188,57 @@ long renewed(CachePolicy policy) {
   return 1;
 }
 
+// With priorities the least of them leaves, among equals what was used the longest ago, whatever the policy is; and
+// once they are forgotten, what the policy says.
+long prioritised(CachePolicy policy) {
+  Traffic traffic{std::mt19937(8), 300};
+  NeuronCache cache(300, 40, policy);
+  if (cache.slots() == 0) return 0;
+  std::vector<float> value(300, 0);
+  std::map<std::int64_t, long> last;  // call of the last use, of what is there
+  const auto rank = [&](std::int64_t key) { return std::make_pair(value[static_cast<std::size_t>(key)], last[key]); };
+  long evicted = 0;
+  for (long call = 1; call < 400; ++call) {
+    if (call % 5 == 1) {
+      std::vector<float> some(100);
+      for (float& one : some) one = static_cast<float>(traffic.rng() % 4);
+      const auto first = static_cast<std::int64_t>(traffic.rng() % 201);
+      std::copy(some.begin(), some.end(), value.begin() + first);
+      cache.prioritise(first, some);
+    }
+    cache.begin();
+    const std::set<std::int64_t> wanted = traffic.call();
+    for (const std::int64_t key : wanted)
+      if (cache.look_up(key) >= 0) last[key] = call;
+    for (const std::int64_t key : wanted) {
+      if (cache.contains(key)) continue;
+      std::int64_t least = -1, left = -1;
+      for (const auto& [other, time] : last)
+        if (cache.used() == cache.slots() && time != call && (least < 0 || rank(other) < rank(least))) least = other;
+      const bool came = cache.insert(key) >= 0;
+      for (const auto& [other, time] : last)
+        if (!cache.contains(other)) left = other;
+      PI2_CHECK((left < 0) == (least < 0) && (left < 0 || rank(left) == rank(least)), "%s, call %ld: %ld left, not %ld",
+                name_of(policy).c_str(), call, static_cast<long>(left), static_cast<long>(least));
+      if (left >= 0) last.erase(left);
+      if (came) last[key] = call;
+      evicted += left >= 0;
+    }
+  }
+  PI2_CHECK(evicted > 500, "%ld were evicted", evicted);
+  cache.resize(15);
+  auto least = std::make_pair(9.0F, 0L), most = std::make_pair(-1.0F, 0L);
+  for (const auto& [key, time] : last)
+    (cache.contains(key) ? least : most) = cache.contains(key) ? std::min(least, rank(key)) : std::max(most, rank(key));
+  PI2_CHECK(cache.used() == 15 && least >= most, "the least leave a smaller cache");
+  cache.forget_priorities();
+  cache.begin();
+  std::int64_t missing = 0;
+  while (cache.contains(missing)) ++missing;
+  PI2_CHECK((cache.insert(missing) >= 0) == evicts(policy), "the policy decides again");
+  return evicted + 3;
+}
+
 // Which key a policy evicts, said as plainly as possible; asked with keys that may leave, and told what happens.
 struct Model {
   virtual ~Model() = default;
@@ -521,7 +572,8 @@ long as_if_new(CachePolicy policy) {
 int main() {
   long cases = by_hand() + frequency() + ghosts();
   for (const CachePolicy policy : kCachePolicies) {
-    cases += fixed_stays(policy) + fixed_comes_in(policy) + resized(policy, 4) + as_if_new(policy) + renewed(policy);
+    cases += fixed_stays(policy) + fixed_comes_in(policy) + resized(policy, 4) + as_if_new(policy) + renewed(policy) +
+             prioritised(policy);
     for (const std::int64_t slots : {0, 1, 7, 60, 300})
       for (const unsigned seed : {3u, 8u}) cases += on_traces(policy, slots, seed);
   }

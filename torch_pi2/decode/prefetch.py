@@ -1,4 +1,4 @@
-"""Prefetchers in Python: what a store reads ahead while its model runs (docs/RESEARCH.md)."""
+"""What a store reads ahead and keeps while its model runs, said in Python (docs/RESEARCH.md)."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,15 +31,11 @@ def prefetching(model: nn.Module, ahead: Ahead) -> Iterator[None]:
     Raises ConfigError: the model is not over a store, or is divided with a GPU; in calls, a mask of another layer.
     """
     refuse_split(model, "prefetching", whole=True)
-    store = store_and_budget(model)[0]
-    layers = {y.site.key: y for y in sparse_layers(model) if isinstance(y, OffloadedFFN)}
+    store, layers = store_and_budget(model)[0], _layers(model)
 
     def see(home: SparseLayer, x_TH: torch.Tensor, routing: Sequence[torch.Tensor]) -> None:
         for key, active in (ahead(home.site.key, x_TH, routing[0] if routing else None) or {}).items():
-            layer = layers.get(key)
-            if layer is None or active.dtype != torch.bool or active.shape[-1:] != layer.order.shape:
-                expected = "a site's key" if layer is None else f"bool [..., {len(layer.order)}]"
-                argument(active, f"what to read ahead for {shown(key)}").wrong(expected, f"a mask {list(active.shape)}")
+            layer = _of(layers, key, active, torch.bool)
             behind = getattr(home, "store_layer", None)
             if isinstance(home, OffloadedExperts) and layer.site.experts != home.site.experts:  # its own: at once
                 behind = home.first_layer
@@ -47,3 +43,38 @@ def prefetching(model: nn.Module, ahead: Ahead) -> Iterator[None]:
 
     with seeing_inputs(model, see):
         yield
+
+
+@checked
+def prioritize(model: nn.Module, priorities: Mapping[str, torch.Tensor] | None) -> None:
+    """Let the cache of a model over a store evict the neurons of the least priority, until the next call of this.
+
+    ``priorities``: site key -> float32 ``[I]`` in the model's order of neurons. Other layers keep theirs; those that
+    were never given any have 0. Among equals the least recently used leaves. ``hot_share`` still pins its neurons (0:
+    none), and those of the current call stay. None: the policy of ``OffloadConfig`` decides again. Results keep their
+    bits. A call that evicts takes longer, in proportion to the cache; 4 bytes a neuron are not in the budget.
+
+    Raises ConfigError: the model is not over a store or its engine is ``mmap``, or a tensor is not of its layer.
+    """
+    store, layers = store_and_budget(model)[0], _layers(model)
+    if priorities is None:
+        store.prioritize(0, None)
+    for key, priority_I in (priorities or {}).items():
+        layer = _of(layers, key, priority_I, torch.float32)
+        if priority_I.isnan().any():
+            argument(priority_I, f"priorities of {key}").wrong("numbers", "NaN")
+        store.prioritize(layer.store_layer, priority_I[layer.order])
+
+
+def _layers(model: nn.Module) -> dict[str, OffloadedFFN]:
+    return {y.site.key: y for y in sparse_layers(model) if isinstance(y, OffloadedFFN)}
+
+
+def _of(layers: Mapping[str, OffloadedFFN], key: str, value: torch.Tensor, dtype: torch.dtype) -> OffloadedFFN:
+    """The layer ``key``. Raises ConfigError: there is none, or ``value`` has no ``dtype`` number for each neuron."""
+    layer = layers.get(key)
+    many = dtype == torch.bool  # a mask for each token
+    if layer is None or value.dtype != dtype or value.shape[-1:] != layer.order.shape or value.dim() > 1 + many:
+        expected = f"a key of {next(iter(layers))}, ..." if layer is None else f"{dtype} of shape [{len(layer.order)}]"
+        argument(value, f"neurons of {shown(key)}").wrong(expected, f"{value.dtype} {list(value.shape)}")
+    return layer

@@ -237,6 +237,13 @@ class Store:
         with explained(str(self.path)):
             torch.ops.pi2.store_prefetch(self.number, layer, n_hot, active, -1 if after is None else after)
 
+    def prioritize(self, layer: int, priority_I: torch.Tensor | None) -> None:
+        """See :func:`torch_pi2.prioritize`; ``priority_I``: float32, in plan order; None: of no layer. Raises as
+        :meth:`resize`.
+        """
+        with explained(str(self.path)):
+            self._check_cache(torch.ops.pi2.store_prioritise(self.number, layer, priority_I))
+
     def close(self) -> None:
         """Free memory and threads now; layers over this store raise from then on."""
         self._close()

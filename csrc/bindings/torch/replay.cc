@@ -1,5 +1,6 @@
-// torch.ops.pi2.store_resize, store_arrange, store_record, store_recorded: the cache of an open store and records of
-// its accesses; replay*: the hits of other caches. See torch_pi2.observe.accesses and torch_pi2.observe.replay.
+// torch.ops.pi2.store_resize, store_arrange, store_prioritise, store_record, store_recorded: the cache of an open store
+// and records of its accesses; replay*: the hits of other caches. See torch_pi2.observe.accesses and
+// torch_pi2.observe.replay.
 #include "pi2/replay.h"
 
 #include <stdexcept>
@@ -17,6 +18,13 @@ Tensor tensor_of(const std::vector<T>& values, ScalarType dtype) {
   return out;
 }
 
+void check(const Tensor& tensor, ScalarType dtype, int64_t dims, const char* name, const char* expected) {
+  check_plain(tensor, name);
+  STD_TORCH_CHECK(tensor.scalar_type() == dtype && tensor.dim() == dims && tensor.is_contiguous(), "pi2: ", name,
+                  ": expected contiguous ", expected, ", found ", shape_of(tensor),
+                  tensor.scalar_type() == dtype ? "" : " of another dtype", ". See torch_pi2.observe.replay.");
+}
+
 // Returns "" or an error message.
 std::string store_resize(int64_t store, int64_t cache_bytes, double hot_share) {
   return store_of(store)->resize(cache_bytes, hot_share);
@@ -27,6 +35,18 @@ std::string store_arrange(int64_t store, std::vector<int64_t> resident, int64_t 
   return store_of(store)->arrange(resident, cache_bytes);
 }
 
+// `values`: float32 [neurons] of the layer; none: of no layer, so that the policy decides.
+std::string store_prioritise(int64_t store, int64_t layer, const MaybeTensor& values) {
+  const std::shared_ptr<Offload> offload = store_of(store);
+  STD_TORCH_CHECK(layer >= 0 && layer < offload->layers(), "pi2: layer: expected 0 to ", offload->layers() - 1,
+                  ", found ", layer, ". The store is of another model.");
+  if (!values) return offload->prioritise(layer, nullptr);
+  check(*values, ScalarType::Float, 1, "values", "float32 [neurons]");
+  STD_TORCH_CHECK(values->size(0) == offload->shape(layer).neurons, "pi2: values: expected ",
+                  offload->shape(layer).neurons, ", one of each neuron, found ", values->size(0), ".");
+  return offload->prioritise(layer, static_cast<const float*>(values->const_data_ptr()));
+}
+
 std::string store_record(int64_t store, int64_t most_bytes) { return store_of(store)->record_accesses(most_bytes); }
 
 // Layers int32 [calls], streamed uint8 [calls], bits uint8 [bytes], and int64 [4]: wanted, hits, calls lost, whole.
@@ -35,13 +55,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> store_recorded(int64_t store) {
   return {tensor_of(a.layers, ScalarType::Int), tensor_of(a.streamed, ScalarType::Byte),
           tensor_of(a.bits, ScalarType::Byte),
           tensor_of(std::vector<int64_t>{a.wanted, a.hits, a.lost, a.whole}, ScalarType::Long)};
-}
-
-void check(const Tensor& tensor, ScalarType dtype, int64_t dims, const char* name, const char* expected) {
-  check_plain(tensor, name);
-  STD_TORCH_CHECK(tensor.scalar_type() == dtype && tensor.dim() == dims && tensor.is_contiguous(), "pi2: ", name,
-                  ": expected contiguous ", expected, ", found ", shape_of(tensor),
-                  tensor.scalar_type() == dtype ? "" : " of another dtype", ". See torch_pi2.observe.replay.");
 }
 
 // Calls `run` with the accesses and the layers. `about`: int64 [layers, 2], neurons and neurons per slot.
@@ -117,6 +130,7 @@ std::tuple<Tensor, Tensor, Tensor> replay_work(Tensor layers, Tensor streamed, T
 STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
   m.def("store_resize(int store, int cache_bytes, float hot_share) -> str");
   m.def("store_arrange(int store, int[] resident, int cache_bytes) -> str");
+  m.def("store_prioritise(int store, int layer, Tensor? values) -> str");
   m.def("store_record(int store, int most_bytes) -> str");
   m.def("store_recorded(int store) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def("replay_check(Tensor layers, Tensor streamed, Tensor bits, Tensor about) -> bool");
@@ -131,6 +145,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
 STABLE_TORCH_LIBRARY_IMPL(pi2, CompositeExplicitAutograd, m) {
   m.impl("store_resize", TORCH_BOX(&pi2::binding::store_resize));
   m.impl("store_arrange", TORCH_BOX(&pi2::binding::store_arrange));
+  m.impl("store_prioritise", TORCH_BOX(&pi2::binding::store_prioritise));
   m.impl("store_record", TORCH_BOX(&pi2::binding::store_record));
   m.impl("store_recorded", TORCH_BOX(&pi2::binding::store_recorded));
   m.impl("replay_check", TORCH_BOX(&pi2::binding::replay_check));

@@ -134,6 +134,11 @@ class Offload {
 
   // Records which neurons calls need, up to most_bytes, until take_accesses(). Returns "" or an error message.
   std::string record_accesses(std::int64_t most_bytes);
+
+  // From now on the cache evicts the neuron of the least value, whatever the policy; neurons that were given none have
+  // 0, and a cluster the greatest of its own. Sets the values of a layer's neurons, all of them; null: of all layers
+  // none, so that the policy decides. Takes 4 bytes a neuron. Returns "" or an error message.
+  std::string prioritise(std::int64_t layer, const float* values);
   Accesses take_accesses();
 
   OffloadStats stats(bool reset);
