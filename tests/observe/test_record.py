@@ -184,6 +184,40 @@ def test_a_predictor_selects_what_it_chooses_and_hot_neurons() -> None:
         assert 0.2 < wanted.float().mean() < 0.95
 
 
+class Strongest(torch_pi2.SparseMethod):
+    name = "strongest-of-record"
+
+    def __init__(self, share: float = 0.3, scope: str = "token") -> None:
+        self.share, self.scope = share, scope
+
+    def fit(self, layer: torch_pi2.LayerSamples) -> None:
+        self.gate = layer.weights.gate.float()
+
+    def select(self, x_TH: torch.Tensor) -> torch.Tensor:
+        score_TI = x_TH.float() @ self.gate.T
+        return score_TI > score_TI.quantile(1 - self.share, 1, keepdim=True)
+
+    def prompt_scores(self, x_TH: torch.Tensor, h_TI: torch.Tensor) -> torch.Tensor:
+        return h_TI.float().abs().sum(0)
+
+    def choose(self, score_I: torch.Tensor) -> torch.Tensor:
+        return score_I > score_I.quantile(1 - self.share)
+
+
+@pytest.mark.parametrize("name", ["llama-relu", "Mixtral"])
+def test_a_method_selects_what_it_chooses(name: str) -> None:
+    model = tiny(name) if name == "llama-relu" else build(name)
+    torch_pi2.optimize(model, IDS.repeat(2, 1), method=Strongest())
+    for layer in sparse_layers(model):
+        own = torch_pi2.record(model, IDS, layers=[layer.site.key], progress=False)[layer.site.key]
+        wanted = layer.custom.select(own["input"])
+        wanted[:, layer.order[: layer.n_hot]] = True
+        assert torch.equal(own["selected"], wanted)
+    model = torch_pi2.optimize(tiny("llama-relu"), IDS.repeat(2, 1), method=Strongest(scope="prompt"))
+    with pytest.raises(ConfigError, match="selected: expected a choice by the token, found one by the prompt"):
+        torch_pi2.record(model, IDS, progress=False)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_store(tmp_path_factory)
@@ -220,7 +254,9 @@ def test_what_an_optimised_model_cannot_give_is_refused(folder: Path) -> None:
         ):
             torch_pi2.record(sparse, IDS, progress=False, **how)
     lossy = torch_pi2.load(folder / "store", budget="1GiB", offload=OffloadConfig(miss_margin=0.5))
-    with pytest.raises(ConfigError, match="selected: expected a choice that depends on the token alone"):
+    with pytest.raises(
+        ConfigError, match="selected: expected a choice by the token, found one by what is in the cache"
+    ):
         torch_pi2.record(lossy, IDS, progress=False)
     assert torch_pi2.record(lossy, IDS, ["input"], progress=False)
 
@@ -266,8 +302,8 @@ def test_a_folder_has_the_same_in_parts(tmp_path: Path) -> None:
     pieces: dict[str, list[torch.Tensor]] = defaultdict(list)
     parts = list(found.parts())
     for part in parts:
-        for key, own in part.items():
-            pieces[key].append(own["up"])
+        for key in wanted:
+            pieces[key].append(part[f"{key}.up"])
     assert len(parts) > 2
     assert all(torch.equal(torch.cat(rows), wanted[key]["up"]) for key, rows in pieces.items())
     with pytest.raises(ArtifactError, match=r"expected a new or empty folder, found activations-00000.safetensors"):

@@ -1,10 +1,8 @@
 """Activations of feed-forward layers on a text, as tensors or in files (docs/RESEARCH.md)."""
 
-from __future__ import annotations
-
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -36,8 +34,6 @@ from torch_pi2.types.site import FFNSite
 FORMAT, VERSION, INDEX = "torch_pi2.activations", 1, "activations.json"
 #: Values of ``what``; those of dense models alone.
 WHAT, _DENSE = ("input", "gate", "up", "product", "selected", "token"), ("gate", "up", "product")
-#: Bytes that are gathered before a part is written.
-PART_BYTES = 64 << 20
 
 
 @checked
@@ -53,7 +49,7 @@ def record(
     sites: Sequence[FFNSite] | None = None,
     batch_size: int = 8,
     seq_len: int = 128,
-    part_bytes: int = PART_BYTES,
+    part_bytes: int = 64 << 20,
     progress: bool = True,
 ) -> Mapping[str, Mapping[str, torch.Tensor]]:
     """The activations of feed-forward layers (FFNs) while ``model`` reads ``text``: site key -> name -> ``[T, ...]``.
@@ -61,14 +57,13 @@ def record(
     Rows are tokens in the order in which the model read them, without padding: row t is of one token in all layers.
     Experts have the tokens that the router gave them; those of none are left out. The model is not changed. Names:
 
-    * ``input [T, H]``: what the FFN is given.
+    * ``input [T, H]``: what the FFN is given. ``token`` int64 ``[T]``: ids.
     * ``gate``, ``up [T, I]``: what these matmuls made, biases included, before the activation.
     * ``product [T, I]``: the input of down.
     * ``selected`` bool ``[T, I]``, in the model's order of neurons. In a dense model, neurons whose ``act(gate)`` is
       not zero (without gates ``act(up)``; the product if the activation is on both). In an optimised model, those that
-      its layers choose for each token as a step of one sequence: hot ones, and those that the predictor chooses, or,
-      without a predictor, that fire.
-    * ``token`` int64 ``[T]``: ids.
+      its layers choose for each token as a step of one sequence: hot ones, and those that the predictor or the method
+      chooses, or, without one, that fire.
 
     Numbers have the model's dtype; an expert's are computed from its inputs, its ``product`` in float32. Optimised
     models have ``input``, ``selected`` and ``token`` only: their kernels keep no other results.
@@ -84,9 +79,9 @@ def record(
 
     Raises:
         ConfigError: unknown names or layers; of an optimised model, ``sites``, other names than its own, neurons on a
-            GPU, or ``selected`` where it depends on what a cache holds (``OffloadConfig.miss_margin``,
-            ``drop_experts``). ArtifactError: ``out`` has files, or cannot be written. CalibrationError,
-            NoFFNFoundError, UnsupportedModelError: as :func:`~torch_pi2.profile`.
+            GPU, or ``selected`` where it depends on more than the token: what a cache holds, or the prompt.
+            ArtifactError: ``out`` has files, or cannot be written. CalibrationError, NoFFNFoundError,
+            UnsupportedModelError: as :func:`~torch_pi2.profile`.
     """
     for name in what or ():
         check_choice("what", name, WHAT, "Choose among them, or leave it out.")
@@ -117,9 +112,12 @@ def _check_optimised(model: nn.Module, what: Sequence[str] | None, sites: Sequen
     if sites or not set(what or ()).isdisjoint(_DENSE):
         given = argument(what, f"recording {type(model).__name__}", "Call torch_pi2.restore(model) first.")
         given.wrong(f"a dense model, for sites, {', '.join(_DENSE)}", "an optimised one")
-    if leaves_out(model) and "selected" in (what or WHAT):
-        given = argument(what, "selected", "Load it without miss_margin and drop_experts, or record other names.")
-        given.wrong("a choice that depends on the token alone", "one that depends on what is in the cache")
+    by_prompt = any(y.custom is not None and y.custom.scope == "prompt" for y in sparse_layers(model))
+    if (by_prompt or leaves_out(model)) and "selected" in (what or WHAT):
+        given = argument(
+            what, "selected", "Record other names, or load the model without miss_margin and drop_experts."
+        )
+        given.wrong("a choice by the token", "one by the prompt" if by_prompt else "one by what is in the cache")
 
 
 def _chosen(sites: Sequence[FFNSite], layers: Sequence[int | str] | None) -> list[FFNSite]:
@@ -152,8 +150,7 @@ class _Rows:
     ) -> None:
         self.sites, self._what, self._left, self._folder, self._part_bytes = sites, what, left, folder, part_bytes
         self._batch, self._nbytes, self._parts, self._recording = Batch(None, None), 0, 0, uuid.uuid4().hex
-        self._rows: dict[str, list[torch.Tensor]] = defaultdict(list)
-        self._tokens = Counter[str]()
+        self._rows, self._tokens = defaultdict[str, list[torch.Tensor]](list), Counter[str]()
         if folder is not None:
             with writing(folder):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -162,7 +159,6 @@ class _Rows:
                     raise ArtifactError(str(folder), expected=expected, found=found[0].name, fix=fix)
 
     def each(self, data: Sequence[Batch]) -> Iterator[Batch]:
-        """Batches until there are enough tokens."""
         for self._batch in data:
             yield self._batch
             self._left -= self._batch.n_tokens
@@ -214,17 +210,19 @@ class _Rows:
         self._rows.clear()
 
     def finish(self, model_hash: str) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        counts = {site.key: self._tokens[site.key] for site in self.sites}
-        if silent := [site.key for site in self.sites if site.experts is None and not counts[site.key]]:
+        if silent := [site.key for site in self.sites if site.experts is None and not self._tokens[site.key]]:
             expected, fix = "layers that the model calls", "Record a model that is not compiled, and layers that run."
             raise UnsupportedModelError("recorded layers", expected=expected, found=f"no call of {silent[0]}", fix=fix)
-        counts = {key: count for key, count in counts.items() if count}
+        layers = {site.key: self._tokens[site.key] for site in self.sites if self._tokens[site.key]}
         if self._folder is None:
-            found = _by_key((name, torch.cat(rows)) for name, rows in self._rows.items())
-            return {key: found[key] for key in counts}
+            by_key: dict[str, dict[str, torch.Tensor]] = {key: {} for key in layers}
+            for name, rows in self._rows.items():
+                key, _, what = name.rpartition(".")
+                by_key[key][what] = torch.cat(rows)
+            return by_key
         if self._rows:
             self._write(self._folder)
-        index = {"recording": self._recording, "model_hash": model_hash, "parts": self._parts, "layers": counts}
+        index = {"recording": self._recording, "model_hash": model_hash, "parts": self._parts, "layers": layers}
         atomic_write(self._folder / INDEX, json_text(FORMAT, VERSION, index))
         return Activations(self._folder)
 
@@ -247,15 +245,15 @@ class Activations(Mapping[str, dict[str, torch.Tensor]]):
         self._tokens = {key: count.whole(1) for key, count in index.at("layers").each().items()}
 
     def __getitem__(self, key: str) -> dict[str, torch.Tensor]:
-        count, pieces = self._tokens[key], defaultdict[str, list[torch.Tensor]](list)
-        for part in self._opened():
-            for name in (name for name in WHAT if f"{key}.{name}" in part.specs):
-                pieces[name].append(part.read(f"{key}.{name}"))
-        for name, rows in pieces.items():
-            alike = len({(row.shape[1:], row.dtype) for row in rows}) == 1
-            if not alike or not rows[0].dim() or sum(map(len, rows)) != count:
+        count, found = self._tokens[key], defaultdict[str, list[torch.Tensor]](list)
+        for part in self.parts([f"{key}.{name}" for name in WHAT]):
+            for name, rows in part.items():
+                found[name.rpartition(".")[2]].append(rows)
+        for name, pieces in found.items():
+            alike = len({(rows.shape[1:], rows.dtype) for rows in pieces}) == 1
+            if not alike or not pieces[0].dim() or sum(map(len, pieces)) != count:
                 self._other(self.folder, f"other {name} of {key}")
-        return {name: torch.cat(rows) for name, rows in pieces.items()}
+        return {name: torch.cat(pieces) for name, pieces in found.items()}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tokens)
@@ -263,17 +261,13 @@ class Activations(Mapping[str, dict[str, torch.Tensor]]):
     def __len__(self) -> int:
         return len(self._tokens)
 
-    def parts(self) -> Iterator[dict[str, dict[str, torch.Tensor]]]:
-        """Site key -> name -> rows of each file, in the order in which they were recorded."""
-        for part in self._opened():
-            yield _by_key((name, part.read(name)) for name in part.specs)
-
-    def _opened(self) -> Iterator[TensorReader]:
+    def parts(self, names: Sequence[str] | None = None) -> Iterator[dict[str, torch.Tensor]]:
+        """The rows of each file as they were recorded: ``KEY.NAME`` -> rows; ``names``: of these only."""
         for number in range(self._parts):
             with TensorReader(_part(self.folder, number)) as part:
                 if part.metadata.get("recording") != f"{self._recording} {number}":
                     self._other(part.path, "another part, or one of another")
-                yield part
+                yield {name: part.read(name) for name in part.specs if names is None or name in names}
 
     def _other(self, path: Path, found: str) -> NoReturn:
         raise ArtifactError(str(path), expected="a whole recording", found=found, fix="Record it again.")
@@ -281,11 +275,3 @@ class Activations(Mapping[str, dict[str, torch.Tensor]]):
 
 def _part(folder: Path, number: int) -> Path:
     return folder / f"activations-{number:05d}.safetensors"
-
-
-def _by_key(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
-    found: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
-    for name, tensor in tensors:
-        key, _, what = name.rpartition(".")
-        found[key][what] = tensor
-    return dict(found)
