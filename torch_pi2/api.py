@@ -9,7 +9,7 @@ Each has a CLI verb of the same name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -32,6 +32,7 @@ from torch_pi2.fitting.loss import causal_lm_loss
 from torch_pi2.fitting.search import FitSettings
 from torch_pi2.fitting.thresholds import Thresholds, choose_thresholds, read_first
 from torch_pi2.formats import FLOAT, FORMATS, QUANTIZED
+from torch_pi2.graph.capture import example_inputs
 from torch_pi2.graph.find import Found, named, search
 from torch_pi2.machine.find import find_hardware
 from torch_pi2.machine.hardware import Hardware
@@ -65,9 +66,16 @@ _LAYER_TOKENS = 8192
 _FIT_BYTES = 2 << 30
 
 
-def _search(model: nn.Module, data: list | None, stats: ActivationStats | None = None, needed: bool = True) -> Found:
+def _search(
+    model: nn.Module,
+    data: list | None,
+    stats: ActivationStats | None = None,
+    needed: bool = True,
+    sites: Sequence[FFNSite] | None = None,
+) -> Found:
     """FFN sites of ``model`` and layers left dense; the first batch of ``data`` is the example if inputs cannot be
     guessed. ``stats``: sites are read up first or gate first as there. ``needed``: raise if there is no layer.
+    ``sites``: given ones.
     """
     inputs: dict[str, Any] = {}
     if is_mapped(model):  # no weights are needed
@@ -78,7 +86,11 @@ def _search(model: nn.Module, data: list | None, stats: ActivationStats | None =
         assert data[0].input_ids is not None
         inputs = {"args": (data[0].input_ids[:2, :8],)}
     try:
-        found = search(model, needed=needed, **inputs)
+        if sites:
+            example = inputs.get("args", ()), inputs.get("kwargs", {}) if inputs else example_inputs(model)
+            found = Found(list(sites), {}, None, example)
+        else:
+            found = search(model, needed=needed, **inputs)
     except CalibrationError as error:
         matrices = {dtype_name(p.dtype): name for name, p in model.named_parameters() if p.dim() == 2}
         if len(matrices) < 2:
@@ -297,6 +309,7 @@ def optimize(
     predictors: Mapping[str, AnyPredictor] | None = None,
     hardware: Any = None,
     gpu_memory: float | str | None = None,
+    sites: Sequence[FFNSite] | None = None,
     progress: bool = False,
     **fields: Annotated[Any, Config],
 ) -> Model:
@@ -317,6 +330,8 @@ def optimize(
         config, fields: settings (:class:`torch_pi2.Config`), as one object or as keywords: ``method="exact"``,
             ``weights="int4"``.
         stats, predictors: results of :func:`profile` and :func:`fit`, to skip these steps.
+        sites: FFNs made by hand, for what :func:`find_sites` does not see; others stay dense. The whole model is
+            compared on an example with and without them, as always. None: those that are found.
         hardware: also plan for a machine and apply that plan: ``measured`` (after ``torch-pi2 doctor --measure``) or
             anything that :func:`torch_pi2.plan_for` takes, which has more settings.
         progress: show progress bars on a terminal's standard error, else log (:mod:`torch_pi2.base.progress`).
@@ -337,7 +352,7 @@ def optimize(
     if hardware is not None:
         hardware = _machine(hardware, calibration is not None or stats is not None)
     with on_the_cpu(model, stays_here=divided):
-        _optimize(model, calibration, config, tokenizer, stats, predictors, progress)
+        _optimize(model, calibration, config, tokenizer, stats, predictors, progress, sites)
         if hardware is not None and not divided:
             _plan_and_follow(model, hardware, 0, progress)
     if memory_bytes is not None:
@@ -355,18 +370,25 @@ def _plan_and_follow(model: nn.Module, hardware: Hardware, accelerator_memory: i
 
 
 def _optimize(
-    model: Model, data: Any, config: Config, tokenizer: Any, stats: Any, predictors: Mapping | None, progress: bool
+    model: Model,
+    data: Any,
+    config: Config,
+    tokenizer: Any,
+    stats: Any,
+    predictors: Mapping | None,
+    progress: bool,
+    sites: Sequence[FFNSite] | None,
 ) -> None:
     load_library()
     if data is None and stats is None:
-        _optimize_without_data(model, config, progress)
+        _optimize_without_data(model, config, progress, sites=sites)
         return
     measured = config.method not in ("exact", "dense") or stats is not None or config.quantization != "rtn"
     least = MIN_TOKENS if measured else 1
     data = None if data is None else calibration_batches(model, data, tokenizer, config, least)
     if data and not measured and 0 < sum(batch.n_tokens for batch in data) < MIN_TOKENS:
         log.warning("fewer than %d tokens tell nothing of how often neurons fire: their order is kept", MIN_TOKENS)
-        _optimize_without_data(model, config, progress, data)
+        _optimize_without_data(model, config, progress, data, sites)
         return
     if isinstance(config._custom, InputMethod):
         if not data:
@@ -374,7 +396,7 @@ def _optimize(
             raise CalibrationError("optimize with an InputMethod", expected=expected, found="none", fix=fix)
         sparsify_inputs(model, data, config._custom, config.weights, progress)
         return
-    found, strategies = replaceable(model, _search(model, data))
+    found, strategies = replaceable(model, _search(model, data, sites=sites))
     if stats is None:
         assert data is not None
         stats = _profile(model, data, found.sites, config, progress)
@@ -435,9 +457,15 @@ def _can_fit(model: nn.Module, data: list[Batch] | None) -> bool:
     return True
 
 
-def _optimize_without_data(model: Model, config: Config, progress: bool, data: list[Batch] | None = None) -> Model:
+def _optimize_without_data(
+    model: Model,
+    config: Config,
+    progress: bool,
+    data: list[Batch] | None = None,
+    sites: Sequence[FFNSite] | None = None,
+) -> Model:
     needed = config.method != Method.DENSE or config.weights == "float"  # else linear layers are enough
-    found, strategies = replaceable(model, _search(model, data, needed=needed), needed)
+    found, strategies = replaceable(model, _search(model, data, needed=needed, sites=sites), needed)
     sites = found.sites
     no_zeros = {site.key: site.activation for site in sites if not exact_zeros(site.activation)}
     smooth = sorted(set(no_zeros.values()))
