@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+import torch_pi2
 from benchmarks.arguments import add_activations, add_sizes, list_of
 from benchmarks.figures import spread, timed
 from benchmarks.tables import Result, Table, at
@@ -68,7 +69,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     Returns:
         ``shares``: for each share ``ms``, ``gather_ms`` (a plain read of as many neurons), ``bound_ms``, ``of_bound``
         (ms / bound_ms) and ``touched_gb_per_s``. ``stream_ms`` (a plain read of all neurons), ``read_gb_per_s``,
-        ``linear`` (``gb_per_s`` and ``of_read`` of a dense linear), ``predictor_ms``, of floats ``torch_ms`` (three
+        ``linear`` (``gb_per_s`` and ``of_read`` of a dense linear), ``predictor_ms``, ``method_ms`` (the
+        same predictor as a ``SparseMethod`` of bfloat16 matrices), of floats ``torch_ms`` (three
         ``F.linear`` over all neurons), and spreads. Milliseconds are medians of alternating rounds. With ``--ungated``
         see :func:`_ungated`.
     """
@@ -133,6 +135,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         # also drives the predictor out of the cache
         cases["linear read"] = lambda _: torch.ops.pi2.plain_read(next(rows), None)
         cases["predictor"] = lambda _: torch.ops.pi2.predict_lowrank_q(x_TH, a, b, None, "int4", int8, 0.0)
+        method, floats = _InPython(), torch.bfloat16
+        method.a_rH, method.b_Ir = torch.randn(rank, hidden).to(floats), torch.randn(intermediate, rank).to(floats)
+        cases["method"] = lambda _: method.selected(x_TH, intermediate)
     else:
         gate, up, down = (layers[0].unflatten(0, (intermediate, 3))[:, row].contiguous() for row in range(3))
         down = down.T.contiguous()
@@ -177,11 +182,22 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         result |= {
             "rank": rank,
             "predictor_ms": round(median["predictor"], 4),
+            "method_ms": round(median["method"], 4),
             "predictor_gb_per_s": round((a.nbytes + b.nbytes) / median["predictor"] / 1e6, 2),
         }
     else:
         result["torch_ms"] = round(median["torch"], 4)
     return result
+
+
+class _InPython(torch_pi2.SparseMethod):
+    """A low-rank predictor made of PyTorch's operators."""
+
+    a_rH: torch.Tensor
+    b_Ir: torch.Tensor
+
+    def select(self, x_TH: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x_TH.bfloat16() @ self.a_rH.T) @ self.b_Ir.T > 0
 
 
 def _ungated(args: argparse.Namespace, kind: str, generator: torch.Generator) -> dict[str, Any]:
@@ -320,6 +336,7 @@ TABLES = (
             "of its streaming read": at("linear.of_read", common.percent),
             "predictor of rank": at("rank"),
             "predictor ms": at("predictor_ms", ".3f"),
+            "in Python, ms": at("method_ms", ".3f"),
         },
     ),
 )
