@@ -88,16 +88,11 @@ def join(reader: StoreReader, plan: Plan, hf: Any, how: GroupConfig, settings: M
     _check_group(str(reader.path), shard.ranks)
     check_activations(plan)
     said = {name: value for name, value in hf.to_diff_dict().items() if name not in _IGNORED}
-    own = {
-        "version of torch_pi2": __version__,
-        "version of torch": torch.__version__,
-        "instruction set": f"{torch.ops.pi2.kernel_tables()}, {torch.backends.cpu.get_cpu_capability()}",
-        "model": f"{reader.model_hash} {plan.orders_hash}",
-        "weights beside the neurons": common_hash(reader),
-        "configuration": hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest(),
-        "reduction": how.reduction,
-        **{name: str(value) for name, value in settings.items()},
-    }
+    own = {"version of torch_pi2": __version__, "version of torch": torch.__version__}
+    own["instruction set"] = f"{torch.ops.pi2.kernel_tables()}, {torch.backends.cpu.get_cpu_capability()}"
+    own |= {"model": f"{reader.model_hash} {plan.orders_hash}", "weights beside the neurons": common_hash(reader)}
+    own["configuration"] = hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
+    own |= {"reduction": how.reduction, **{name: str(value) for name, value in settings.items()}}
     everyone = of_each(lambda: (own, shard.to_json(), torch.get_rng_state()))
     first, _, random_state = everyone[0]
     for rank, (theirs, *_) in enumerate(everyone):

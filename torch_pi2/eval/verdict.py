@@ -91,6 +91,7 @@ def unmeasured(
     methods = [f"{count} of {len(plan.layers)} layers {method}" for method, count in lossy_methods(plan).items()]
     rounded = [] if weights in (FLOAT, *FLOATS) else [f"{weights} weights"]
     machine = about["machine"]
+    on = f"{threads} thread{'' if threads == 1 else 's'} on {machine['cores']} cores"
     return Verdict(
         model_hash=plan.model_hash,
         lossy=(*methods, *rounded, *lossy),
@@ -101,11 +102,7 @@ def unmeasured(
         loss=None,
         not_measured=dict(not_measured or {}),
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        machine={
-            "cpu": str(machine["cpu"]),
-            "threads": f"{threads} thread{'' if threads == 1 else 's'} on {machine['cores']} cores",
-            "kernels": f"kernels {str(machine['kernels']).strip()}",
-        },
+        machine={"cpu": str(machine["cpu"]), "threads": on, "kernels": f"kernels {str(machine['kernels']).strip()}"},
         versions=about["versions"],
     )
 

@@ -110,15 +110,12 @@ def _fixed_bytes(folder: Path, packed_copies: int, planned: tuple[int, int], pre
 def runner_constants(source: Source, settings: ExportSettings) -> dict[str, int | bool | list[int]]:
     """Constant methods that describe a decoder, under the names of ExecuTorch's LLM runner."""
     config: Any = source.model.config
-    constants: dict[str, Any] = {
-        manifest.CONTEXT_METHOD: settings.max_tokens,
-        "get_max_seq_len": settings.forward_tokens,  # of one call
-        "get_vocab_size": config.get_text_config(decoder=True).vocab_size,
-        "use_kv_cache": True,
-        "enable_dynamic_shape": True,
-        "get_eos_ids": sorted(end_tokens(source.model, None, source.tokenizer)),
-        "get_bos_id": _bos(source.model, source.tokenizer),
-    }
+    constants: dict[str, Any] = {manifest.CONTEXT_METHOD: settings.max_tokens}
+    constants["get_max_seq_len"] = settings.forward_tokens  # of one call
+    constants["get_vocab_size"] = config.get_text_config(decoder=True).vocab_size
+    constants |= {"use_kv_cache": True, "enable_dynamic_shape": True}
+    constants["get_eos_ids"] = sorted(end_tokens(source.model, None, source.tokenizer))
+    constants["get_bos_id"] = _bos(source.model, source.tokenizer)
     return {name: value for name, value in constants.items() if value not in (None, [])}
 
 

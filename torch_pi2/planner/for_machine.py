@@ -179,14 +179,11 @@ def solve(request: Request, *, progress: bool = False) -> HardwarePlan:
     cpu = without_gpu(hardware)
     found = [switch_point(cpu, layer, hot) for layer, hot in zip(request.shape.layers, last.hot, strict=True)]
     dense_from = tuple(max(at, last.batch + 1) if at else 0 for at in found)
+    made_for: dict[str, object] = {"hardware": hardware.name, "hash": hardware.hash, "source": hardware.source}
+    made_for["planner"] = "cost model"
+    made_for["settings"] = {"batches": list(request.batches), "fixed_hot_set": request.fixed_hot_set}
     return HardwarePlan(
-        made_for={
-            "hardware": hardware.name,
-            "hash": hardware.hash,
-            "source": hardware.source,
-            "planner": "cost model",
-            "settings": {"batches": list(request.batches), "fixed_hot_set": request.fixed_hot_set},
-        },
+        made_for=made_for,
         budget_bytes=request.budget_bytes,
         accelerator_bytes=request.accelerator_bytes,
         context=request.context,

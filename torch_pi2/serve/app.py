@@ -63,10 +63,8 @@ class Refusal(Exception):
 
 
 _REFUSALS = (
-    (GroupError, 503, "server_error", "group_failed"),
-    (ClosedError, 503, "server_error", "server_ends"),
-    (BusyError, 429, "rate_limit_error", "queue_full"),
-    (NonFiniteError, 500, "server_error", "not_finite"),
+    *((GroupError, 503, "server_error", "group_failed"), (ClosedError, 503, "server_error", "server_ends")),
+    *((BusyError, 429, "rate_limit_error", "queue_full"), (NonFiniteError, 500, "server_error", "not_finite")),
 )
 
 

@@ -20,17 +20,10 @@ from torch_pi2.store.gguf import GgufFile
 
 _LAYER_NORM, _RMS_NORM = "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"
 #: Key, without the architecture -> attribute of the configuration.
-_COMMON = {
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "block_count": "num_hidden_layers",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
-    _RMS_NORM: "rms_norm_eps",
-    "vocab_size": "vocab_size",
-}
+_COMMON = {"context_length": "max_position_embeddings", "embedding_length": "hidden_size"}
+_COMMON |= {"block_count": "num_hidden_layers", "feed_forward_length": "intermediate_size"}
+_COMMON |= {"attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads"}
+_COMMON |= {"attention.key_length": "head_dim", _RMS_NORM: "rms_norm_eps", "vocab_size": "vocab_size"}
 #: Keys that do not matter here, or are read for some models of a family only.
 _ELSEWHERE = {"rope.scaling.original_context_length", "rope.scaling.finetuned"}
 _ELSEWHERE |= {"attention.causal", "expert_count", "expert_used_count"}
