@@ -461,3 +461,18 @@ def test_the_command_line_takes_a_method_from_a_file(tmp_path: Path, capfd: pyte
     assert "import the module that registers it" in capfd.readouterr().err
     assert main([*shown, "--import", str(tmp_path / "mine.py")]) == 0
     assert "custom (every-third)" in capfd.readouterr().out
+
+
+def test_more_hot_neurons_for_larger_batches_are_computed_beside_the_choice() -> None:
+    model, half = optimised("llama", Largest(0.2)), tiny("llama").config.intermediate_size // 2
+    alone = logits(model, IDS[:1, :1])
+    for layer in sparse_layers(model):
+        layer.by_batch = ((1, 0), (4, half))
+    assert torch.equal(logits(model, IDS[:1, :1]), alone)
+    several = logits(model, IDS[:3, :1])
+    for layer in sparse_layers(model):
+        chosen, hot_I = layer.custom.select, torch.zeros(2 * half, dtype=torch.bool)
+        hot_I[layer.order[:half]] = True
+        layer.custom.select = lambda x_TH, chosen=chosen, hot_I=hot_I: chosen(x_TH) | hot_I
+        layer.by_batch = ()
+    torch.testing.assert_close(logits(model, IDS[:3, :1]), several, atol=1e-5, rtol=1e-5)

@@ -250,18 +250,22 @@ class SparseFFN(DenseForm):
     def _predicted(self, x: torch.Tensor, n_hot: int) -> torch.Tensor:
         settings = self.settings(n_hot, self.threshold)
         if self.custom is not None:
-            return torch.ops.pi2.sparse_ffn(x, *self.tensors(), *self.asked(x)[0], *settings)
+            return torch.ops.pi2.sparse_ffn(x, *self.tensors(), *self.asked(x, n_hot)[0], *settings)
         return torch.ops.pi2.predicted_ffn(x, *self.tensors(), *self.asked(), *settings)
 
-    def asked(self, x: torch.Tensor | None = None) -> tuple[list[torch.Tensor], str, float, str, bool]:
+    def asked(
+        self, x: torch.Tensor | None = None, n_hot: int | None = None
+    ) -> tuple[list[torch.Tensor], str, float, str, bool]:
         """Arguments of ``torch.ops.pi2.predicted_ffn`` after :meth:`tensors`: the predictor and its settings. ``x``:
-        the input, which a ``SparseMethod`` is asked about.
+        the input, which a ``SparseMethod`` is asked about, for all but the first ``n_hot`` neurons (None: as planned).
         """
         if self.custom is not None:
             if x is None:
                 expected, fix = "a predictor that kernels know", "Use another method there (docs/RESEARCH.md)."
                 raise ConfigError(f"method of {self.site.key}", expected=expected, found=self.custom.name, fix=fix)
-            mask_TI = self.custom.selected(x, self.site.intermediate)[:, self.order[self.n_hot :]]
+            mask_TI = self.custom.selected(x, self.site.intermediate)[
+                :, self.order[self.n_hot if n_hot is None else n_hot :]
+            ]
             return [mask_TI.view(*x.shape[:-1], -1)], self.predictor_kind, 0.0, "", False
         int8 = self.int8_activations and bool(self.predictor_weights)
         return self.predictor(), self.predictor_kind, self.predictor_threshold, self.predictor_format, int8

@@ -442,7 +442,7 @@ class OffloadedFFN(InStore, SparseFFN):
             torch.ops.pi2.store_lookahead(self.store.number, self.store_layer, *self.asked(), n_hot)
 
     def _predicted(self, x: torch.Tensor, n_hot: int) -> torch.Tensor:
-        return self._stored(x, self.asked(x), n_hot, self.threshold)
+        return self._stored(x, self.asked(x, n_hot), n_hot, self.threshold)
 
     def _compute(self, x: torch.Tensor, n_hot: int, threshold: float) -> torch.Tensor:
         rows = self._gates.tensors  # another thread may take them away
