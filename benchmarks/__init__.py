@@ -18,5 +18,5 @@ BENCHMARKS = {
     "speculate": "guessed next tokens, verified together, against plain decoding",
     "serve": "servers under load, and how long clients wait, optionally against llama-cpp-python's own",
     "prefix": "the first text of an answer whose prompt begins as one before did",
-    "methods": "what methods and 4 bits cost a trained model, in memory, over a store and in a bundle",
+    "methods": "a table of methods of sparsity beside dense: loss, bytes, speed, time to fit, over a store",
 }

@@ -11,6 +11,7 @@ import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +32,8 @@ _COLOURS = {
     PEER: ("#b34700", "#ff9e4a"),
     "other": ("#00785a", "#3fc79a"),
 }
+#: Of further lines, readable on both pages.
+_MORE = ("#d55e00", "#cc79a7", "#8a6fd1", "#b8860b", "#5b8c2a", "#c0392b", "#2a9d8f", "#7f7f7f", "#e07b39", "#3f6fb5")
 _LIGHT = {name: light for name, (light, _) in _COLOURS.items()}
 
 Results = Mapping[str, Mapping[str, Any]]
@@ -56,6 +59,8 @@ class Drawing:
     source: str
     level: float | None = None
     log_x: bool = False
+    log_y: bool = False
+    about: str = "synthetic weights"
 
     def data(self) -> dict[str, list[list[float | str]]]:
         return {name: [list(point) for point in points] for name, points in self.lines.items()}
@@ -113,7 +118,31 @@ def batches(results: Results) -> Drawing:
     )
 
 
+def methods(source: str, x: str, label: str, results: Results) -> Drawing:
+    """Loss of methods on the first of a result's texts, with its confidence interval, against ``x`` of their rows."""
+    lines, least = dict[str, list[Point]](), 0.01
+    rows = [row for row in results[source]["rows"] if "loss" in row and row["method"] != "dense"]
+    for row in rows:
+        if row["text"] == rows[0]["text"] and x in row:
+            loss, error = 100 * row["loss"], 100 * (row["loss_error"] or 0)
+            ends = (max(least, y) for y in (loss, loss - error, loss + error))
+            name = row["method"].rpartition(" ")[0] if "asked" in row else row["method"]
+            lines.setdefault(name, []).append(Point(row[x] * (100 if x == "ffn_bytes" else 1), *ends))
+    return Drawing(
+        f"{results[source]['model']}, {results[source]['weights']}, {rows[0]['text']}",
+        label,
+        f"loss, % above dense ({least:g} and less: {least:g})",
+        {name: sorted(points) for name, points in lines.items()},
+        source,
+        log_y=True,
+        about="95 % confidence intervals",
+    )
+
+
 DRAWINGS: dict[str, Callable[[Results], Drawing]] = {"memory": memory, "active": active, "batches": batches}
+for _path in sorted(RESULTS.glob("methods-*.json")):
+    for _what, _words in (("ffn_bytes", "bytes read for a token, % of the weights"), ("speed", "decoding, dense = 1")):
+        DRAWINGS[f"{_path.stem}-{_what.removeprefix('ffn_')}"] = partial(methods, _path.stem, _what, _words)
 
 
 def _named(results: Results, start: str, wanted: Callable[[Mapping[str, Any]], bool]) -> dict[str, Mapping[str, Any]]:
@@ -165,14 +194,22 @@ def _svg(drawing: Drawing, machine: Mapping[str, Any]) -> str:
         (_bars if bars else _lines)(axes, drawing)
         if drawing.level is not None:
             axes.axhline(drawing.level, color=soft, linewidth=1, linestyle="--")
-        axes.set(xlabel=drawing.x_label, ylabel=drawing.y_label, ylim=(0, 1.08 * axes.get_ylim()[1]))
+        axes.set(xlabel=drawing.x_label, ylabel=drawing.y_label)
+        if drawing.log_y:
+            axes.set_yscale("log")
+        else:
+            axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
         axes.grid(axis="y", color=_LIGHT["grid"], linewidth=0.6)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
         if len(drawing.lines) > 1:
-            axes.legend(frameon=False, loc="best")
+            beside: Any = (
+                {"loc": "best"} if len(drawing.lines) < 4 else {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
+            )
+            axes.legend(frameon=False, **beside)
         axes.set_title(drawing.title, loc="left", fontsize=12)
-        about = f"synthetic weights; {machine['cpu']}, {machine['kernels']}; medians, slowest to fastest round"
+        rounds = "" if drawing.log_y else "; medians, slowest to fastest round"
+        about = f"{drawing.about}; {machine['cpu']}, {machine['kernels']}{rounds}"
         figure.supxlabel(about, fontsize=8, color=soft)
         data = json.dumps(drawing.data())
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Description": data})
@@ -180,7 +217,7 @@ def _svg(drawing: Drawing, machine: Mapping[str, Any]) -> str:
 
 
 def _colour(index: int, name: str) -> str:
-    return _LIGHT.get(name) or _LIGHT[(OURS, "other")[index]]
+    return _LIGHT.get(name) or (_LIGHT[OURS], _LIGHT["other"], *_MORE)[index % (2 + len(_MORE))]
 
 
 def _ranges(points: Sequence[Point]) -> list[list[float]]:
@@ -194,12 +231,12 @@ def _label(axes: Any, x: float | str, point: Point, colour: str) -> None:
 
 def _lines(axes: Any, drawing: Drawing) -> None:
     for index, (name, points) in enumerate(drawing.lines.items()):
-        colour, marker = _colour(index, name), "os"[index]
+        colour, marker = _colour(index, name), "os^vDP*X<>hp"[index % 12]
         looks = {"color": colour, "marker": marker, "linewidth": 2 if len(points) > 2 else 0, "elinewidth": 1}
         axes.errorbar(
             [p.x for p in points], [p.median for p in points], _ranges(points), label=name, capsize=3, **looks
         )
-        for p in points if drawing.level is None else ():
+        for p in points if drawing.level is None and len(drawing.lines) < 3 else ():
             _label(axes, p.x, p, colour)
     if drawing.log_x:
         ticks = sorted({float(p.x) for points in drawing.lines.values() for p in points})

@@ -1,39 +1,40 @@
-"""Methods of sparsity, with float and 4-bit weights: in memory, over a store and in a bundle, beside the dense floats.
+"""Methods of sparsity beside the dense model: what they cost on held-out text, and how fast they decode.
 
-The same held-out tokens each time: in windows at once, as decoding would compute them (all that is skipped there is
-skipped), in memory and over a store of which every call reads what it wants; token by token in the bundle. Lossy
-methods are to lose the same everywhere. Nothing is timed.
+Methods are those of ``examples/methods``, built-in ones, and ``FILE.py:CLASS``; each is asked for the same shares of
+the weights' bytes, its first argument. Texts are of two kinds that nothing was fitted to: held-out files of the
+standard library (calibration has others), and the descriptions of installed packages. Finished cases are kept, a JSON
+line each: the same command goes on after a kill.
 
-``--ranks`` measures low-rank predictors of these ranks instead, of one recall in all layers, in memory.
+``--ranks`` measures low-rank predictors of these ranks instead, of one recall in all layers.
 """
 
 from __future__ import annotations
 
 import argparse
-import tempfile
+import importlib.metadata
+import json
+import runpy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import torch_pi2
 from benchmarks.arguments import TRAINED, list_of, names_of
+from benchmarks.compare import compare
+from benchmarks.subject import WORK
 from benchmarks.tables import Result, Table, at
-from torch_pi2.base.modules import evaluating
 from torch_pi2.base.progress import phase
 from torch_pi2.cli import common
-from torch_pi2.eval.loss import logits_of
-from torch_pi2.eval.work import work
+from torch_pi2.errors import ConfigError
 from torch_pi2.fitting.fit import cold_neurons
 from torch_pi2.fitting.search import FitSettings
 from torch_pi2.fitting.train import calibrate, measure, train_matrices
 from torch_pi2.graph.find import find_sites
-from torch_pi2.layers.prompt import sparse_only
 from torch_pi2.ops.activations import exact_zeros
 from torch_pi2.planner.hot_neurons import hot_cut
 from torch_pi2.predict.file import FittedPredictors
@@ -41,92 +42,154 @@ from torch_pi2.predict.lowrank import LowRankRows
 from torch_pi2.profiling.data import Batch, calibration_batches, split
 from torch_pi2.profiling.samples import collect_samples
 from torch_pi2.types.config import Config
-from torch_pi2.types.method import PREDICTED
+from torch_pi2.types.method import Fitted, find_method
 from torch_pi2.types.stats import ActivationStats
 
-_WINDOW, _TOKENS, _FIT_TOKENS = 256, 8192, 20_000
+_FIT_TOKENS = 20_000
 _RECALLS = [0.9, 0.95, 0.99]
-#: Of models with exact zeros, and of others.
+PUBLISHED = Path(__file__).resolve().parent.parent / "examples" / "methods"
+#: Built-in methods, which are not asked for a share: of models with exact zeros.
 SPARSE: dict[str, dict[str, Any]] = {
-    "exact gate": {"method": "exact"},
-    "low-rank": {"method": "lowrank"},
-    "sign bit": {"method": "signbit"},
+    "exact": {"method": "exact"},
+    "lowrank": {"method": "lowrank"},
+    "signbit": {"method": "signbit"},
 }
-NOT_SPARSE: dict[str, dict[str, Any]] = {
-    "CATS": {"method": "threshold", "sparsity": 0.6},
-    "ours, at most 1 %": {"method": "threshold", "score": "auto", "max_loss": 0.01},
-    "low-rank": {"method": "lowrank", "score": "output", "max_loss": 0.005, "tolerance": 0.005},
+#: Needs more than ``optimize``: see its file.
+_FOLDED = "spon"
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "float": {},
+    "int4": {"weights": "int4"},
+    "int4-gptq": {"weights": "int4", "quantization": "gptq"},
 }
-WEIGHTS: dict[str, dict[str, Any]] = {"float": {}, "int4": {"weights": "int4", "quantization": "gptq"}}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--folder", type=Path, default=TRAINED, metavar="DIR", help="a decoder in floats (default: the trained model)")
-    add("--calibration-tokens", type=common.positive, default=Config.calibration_tokens, metavar="N")
+    default = "a decoder's folder in floats, or a GGUF file (default: the trained model)"
+    add("--model", type=Path, default=TRAINED, metavar="DIR|GGUF", help=default)
+    add("--methods", default="all", metavar="NAME,...", help="all, or names; FILE.py:CLASS for one of yours")
+    add("--bytes", type=list_of(float), default=[0.8, 0.6, 0.4], metavar="S,...", help="shares that are asked for")
+    add("--texts", type=names_of(TEXTS), default=list(TEXTS), metavar="NAME,...", help=", ".join(TEXTS))
+    add("--weights", choices=WEIGHTS, default="float", help="of the methods, and of dense beside them")
+    add("--store", action="store_true", help="also over a store, with a budget for half of the neurons")
+    add("--tokens", type=common.positive, default=8192, metavar="N", help="of each text; the second halves are scored")
+    add("--window", type=common.positive, default=256, metavar="T", help="tokens that are computed together")
+    add("--rounds", type=common.count, default=5, metavar="N", help="of decoding, beside dense; 0: not timed")
+    add("--calibration-tokens", type=common.positive, default=20_000, metavar="N")
+    add("--cases", type=Path, metavar="FILE", help=f"where finished cases are kept (default: in {WORK})")
     add("--trust-remote-code", action="store_true", help="run modelling code in the folder")
-    add(
-        "--weights",
-        type=names_of(WEIGHTS),
-        default=list(WEIGHTS),
-        metavar="W,...",
-        help=f"default: {', '.join(WEIGHTS)}",
-    )
-    add("--tokens", type=common.positive, default=_TOKENS, metavar="N", help="held-out tokens that are scored")
     add("--ranks", type=list_of(common.positive), default=[], metavar="R,...", help="predictors of these ranks")
     said = ",".join(f"{recall:g}" for recall in _RECALLS)
     add("--recalls", type=list_of(float), default=_RECALLS, metavar="S,...", help=f"theirs (default: {said})")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """``cases``: of each method and weights ``rows_used``, and ``memory``, ``store`` and ``bundle``, see ``Beside``; of
-    each rank and recall what :func:`_of_ranks` says. ``zeros``: share of exact zeros.
-
-    Tokens are taken in windows of 256.
-    """
-    tokens, calibration_tokens = args.tokens, args.calibration_tokens
+    """``rows`` of :func:`compare`, with ``asked``; ``ranks``: rows with what :func:`_of_ranks` says."""
     make, tokenizer = floats(args)
-    calibration = common.stdlib_sample("train", tokenizer, calibration_tokens)
-    heldout = tokenizer(common.stdlib_sample("heldout", tokenizer, tokens), verbose=False)["input_ids"]
-    ids_NT = torch.tensor(heldout[: min(len(heldout), tokens) // _WINDOW * _WINDOW]).view(-1, _WINDOW)
-
-    dense, cases, ranks = make(), [], []
-    with torch.no_grad():
-        wanted = [F.log_softmax(logits_of(dense, ids_NT[i : i + 1]).float(), -1) for i in range(len(ids_NT))]
-    methods = SPARSE if all(exact_zeros(site.activation) for site in find_sites(dense)) else NOT_SPARSE
+    plain = make()
+    calibration = common.stdlib_sample("train", tokenizer, args.calibration_tokens)
+    texts = {name: TEXTS[name](tokenizer, args.tokens) for name in args.texts}
+    how: dict[str, Any] = {"tokens": args.tokens, "window": args.window, "rounds": args.rounds, "store": args.store}
+    how |= {"calibration_tokens": args.calibration_tokens, **WEIGHTS[args.weights]}
     given: Any = {"tokenizer": tokenizer, "progress": True}
     if args.ranks:
-        methods = {name: methods[name] for name in ("exact gate",) if name in methods}
-    for name, fields in ({"dense": {"method": "dense"}} | methods).items():
-        config = Config(**fields, calibration_tokens=calibration_tokens)
-        stats = torch_pi2.profile(dense, calibration, config=config, **given)
-        fitted = None
-        if config.method in PREDICTED:
-            fitted = torch_pi2.fit(dense, calibration, stats=stats, config=config, **given)
-        for form in args.weights:
-            if (form, name) != ("float", "dense"):
-                phase(f"{name}, {form}")
-                chosen = replace(config, **WEIGHTS[form])
-                model = torch_pi2.optimize(make(), calibration, chosen, stats=stats, predictors=fitted, **given)
-                found = _in_memory(model, ids_NT, wanted)
-                found |= {} if args.ranks else _elsewhere(model, tokenizer, ids_NT, wanted)
-                cases.append({"method": name, "weights": form} | found)
-    if args.ranks:
-        config = Config(method="lowrank", calibration_tokens=calibration_tokens)
-        data = calibration_batches(dense, calibration, tokenizer, config)
-        stats = torch_pi2.profile(dense, calibration, config=config, **given)
-        for about, fitted in _of_ranks(args, dense, data, stats, config):
-            for form in args.weights:
-                phase(f"rank {about['rank']}, recall {about['asked']:g}, {form}")
-                chosen = replace(config, **WEIGHTS[form])
-                model = torch_pi2.optimize(make(), calibration, chosen, stats=stats, predictors=fitted, **given)
-                ranks.append({**about, "weights": form} | _in_memory(model, ids_NT, wanted))
+        config = Config(method="lowrank", calibration_tokens=args.calibration_tokens, **WEIGHTS[args.weights])
+        stats = torch_pi2.profile(plain, calibration, config=config, **given)
+        data = calibration_batches(plain, calibration, tokenizer, config)
+        ranks = list(_of_ranks(args, plain, data, stats, config))
+        known: Any = {"config": config, "stats": stats}
+        methods = {row["method"]: _with(calibration, predictors=fitted, **known, **given) for row, fitted in ranks}
+    else:
+        ranks, methods = [], cases(args.methods, args.bytes, plain)
+    about = {**how, "model": args.model.name, "threads": torch.get_num_threads(), "texts": args.texts}
+    kept = Kept(args.cases or WORK / f"methods-{args.model.stem}-{args.weights}.jsonl", about)
+    left = {name: method for name, method in methods.items() if name not in kept.rows}
+    if left or "dense" not in kept.rows:
+        compare(make, left, texts, calibration=calibration, each=kept.add, **how, **given)
+    rows = [row for name in ("dense", *methods) for row in kept.rows[name]]
+    figures = {row["method"]: row for row in rows}
     return {
-        "synthetic": getattr(dense.config, "torch_pi2_synthetic", False),
-        "tokens": ids_NT.numel(),
-        "cases": cases,
-        "ranks": ranks,
+        "synthetic": getattr(plain.config, "torch_pi2_synthetic", False),
+        "rows": rows,
+        "ranks": [about | figures[about["method"]] for about, _ in ranks],
     }
+
+
+def _with(*given: Any, **more: Any) -> Callable[[Any], Any]:
+    return lambda model: torch_pi2.optimize(model, *given, **more)
+
+
+def published() -> dict[str, type[Fitted]]:
+    """The classes of ``examples/methods`` by name."""
+    found = dict[str, type[Fitted]]()
+    for file in sorted(PUBLISHED.glob("*.py")):
+        if file.stem != "template":
+            made = runpy.run_path(str(file), run_name=file.stem).values()
+            found |= {
+                y.name: y for y in made if isinstance(y, type) and issubclass(y, Fitted) and y.__module__ == file.stem
+            }
+    return found
+
+
+def cases(names: str, shares: list[float], model: nn.Module) -> dict[str, Any]:
+    """Methods of :func:`compare` by name in the table. Raises ConfigError: an unknown name."""
+    zeros = all(exact_zeros(site.activation) for site in find_sites(model))
+    built_in, others = SPARSE if zeros else {}, published()
+    chosen = [*built_in, *(y for y in others if y != _FOLDED)] if names == "all" else names.split(",")
+    found = dict[str, Any]()
+    for name in chosen:
+        if name in built_in:
+            found[name] = built_in[name]
+            continue
+        kind = find_method(name) if ".py:" in name else others.get(name)
+        if kind is None:
+            expected = ", ".join(("all", *built_in, *others, "FILE.py:CLASS"))
+            raise ConfigError("--methods", expected=expected, found=repr(name), fix="Choose among them.")
+        found |= {f"{kind.name or kind.__name__} {share:g}": kind(share) for share in shares}  # type: ignore[call-arg]
+    return found
+
+
+class Kept:
+    """Rows of finished cases in a file of JSON lines, those made with the same settings ``about``."""
+
+    def __init__(self, path: Path, about: dict[str, Any]) -> None:
+        self.path, self.about, self.rows = path, about, dict[str, list[dict[str, Any]]]()
+        for line in path.read_text().splitlines() if path.is_file() else []:
+            with suppress(ValueError):  # cut off
+                kept = json.loads(line)
+                if kept["about"] == about:
+                    self.rows.setdefault(kept["row"]["method"], []).append(kept["row"])
+        self.rows = {name: rows for name, rows in self.rows.items() if len(rows) == len(about["texts"])}
+
+    def add(self, row: dict[str, Any]) -> None:
+        """A row of :func:`compare`; of a method that was there before, nothing is added."""
+        name, _, asked = row["method"].rpartition(" ")
+        known = self.rows.setdefault(row["method"], [])
+        if len(known) < len(self.about["texts"]):
+            known.append(row | ({"asked": float(asked)} if name and asked.replace(".", "").isdigit() else {}))
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a") as file:
+                file.write("\n" + json.dumps({"about": self.about, "row": known[-1]}))
+
+
+def _stdlib(tokenizer: Any, tokens: int) -> str:
+    return common.stdlib_sample("heldout", tokenizer, tokens)
+
+
+def _prose(tokenizer: Any, tokens: int) -> str:
+    """Beginnings of the descriptions of installed packages, in the order of their names: prose with some code."""
+    about: list[Any] = [item.metadata for item in importlib.metadata.distributions()]
+    found = {each["Name"]: each.get_payload() for each in about}
+    text, tokens_found = "", 0
+    for name in sorted(found):
+        part = f"{found[name] or ''}"[:4096]
+        text, tokens_found = text + part + "\n\n", tokens_found + len(tokenizer(part, verbose=False)["input_ids"])
+        if tokens_found > tokens + 256:
+            break
+    return text
+
+
+TEXTS: dict[str, Callable[[Any, int], str]] = {"stdlib": _stdlib, "docs": _prose}
 
 
 def _of_ranks(
@@ -157,135 +220,91 @@ def _of_ranks(
                 fitted[key] = made
             cards = [made.card for made in fitted.values() if made.card is not None]
             bytes_ = [made.cost_share for made in cards]  # both in int4: as multiplications
-            about = {"rank": rank, "asked": recall, "bytes": fmean(bytes_)}
+            about = {"method": f"rank {rank}, {recall:g}", "rank": rank, "recall_asked": recall, "bytes": fmean(bytes_)}
             about |= {"recall": fmean(made.recall for made in cards), "least": min(made.recall for made in cards)}
             about["mass"] = fmean(made.mass_recall or 0.0 for made in cards)
             yield about | {"predicted": fmean(made.predicted_active for made in cards)}, fitted
 
 
-def _in_memory(model: nn.Module, ids_NT: torch.Tensor, wanted: list[torch.Tensor]) -> dict[str, Any]:
-    with torch.no_grad(), evaluating(model), work() as done:
-        memory = _beside(lambda ids_T: logits_of(model, ids_T[None]), ids_NT, wanted)
-    return {"rows_used": done.rows_used, "zeros": 1 - (done.neurons_used or 0.0), "memory": memory}
-
-
-def _beside(
-    logits: Callable[[torch.Tensor], torch.Tensor], ids_NT: torch.Tensor, wanted: list[torch.Tensor]
-) -> dict[str, float]:
-    found = Beside()
-    for ids_T, dense_BTV in zip(ids_NT, wanted, strict=True):
-        found.add(dense_BTV, logits(ids_T), ids_T[None])
-    return found.to_json()
-
-
-def _elsewhere(model: nn.Module, tokenizer: Any, ids_NT: torch.Tensor, wanted: list[torch.Tensor]) -> dict[str, Any]:
-    """Over a store that was packed from the model, and in a bundle that was exported from it."""
-    points = {}
-    with tempfile.TemporaryDirectory() as name, torch.no_grad(), evaluating(model):
-        folder = Path(name)
-        torch_pi2.save(model, folder / "saved")
-        torch_pi2.pack(folder / "saved", folder / "store")
-        reads = torch_pi2.OffloadConfig(policy="none", preload=False)
-        over = torch_pi2.load(folder / "store", budget="1GiB", offload=reads)
-        with evaluating(over), sparse_only():
-            points["store"] = _beside(lambda ids_T: logits_of(over, ids_T[None]), ids_NT, wanted)
-        torch_pi2.export(model, folder / "bundle", tokenizer=tokenizer, max_tokens=_WINDOW, batches=(1,))
-        with torch_pi2.Bundle(folder / "bundle") as bundle:
-            points["bundle"] = _beside(lambda ids_T: bundle.logits(ids_T.tolist())[None], ids_NT, wanted)
-    return points
-
-
 def floats(args: argparse.Namespace) -> tuple[Callable[[], Any], Any]:
-    """A function that loads the model of ``--folder`` in float32, anew each time; and its tokenizer."""
+    """A function that makes the model in float32, anew each time; and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    trust = args.trust_remote_code or args.folder == TRAINED  # our own model brings its code
+    folder, trust = args.model, args.trust_remote_code or args.model == TRAINED  # our own model brings its code
+    if folder.suffix == ".gguf":
+        folder = WORK / f"imported-{folder.stem}"
+        if not (folder / "config.json").is_file():
+            torch_pi2.import_gguf(args.model, folder)
 
     def make() -> Any:
-        return AutoModelForCausalLM.from_pretrained(args.folder, trust_remote_code=trust, dtype=torch.float32).eval()
+        if folder != args.model:
+            return torch_pi2.load_dense(folder, dtype=torch.float32)
+        return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust, dtype=torch.float32).eval()
 
-    return make, AutoTokenizer.from_pretrained(args.folder, trust_remote_code=trust)
-
-
-@dataclass
-class Beside:
-    """Sums over tokens.
-
-    Attributes:
-        dense_nats, nats: losses. divergence: of the next token's distribution from the dense model's. same: tokens of
-            which the most likely next one is the same.
-    """
-
-    dense_nats: float = 0.0
-    nats: float = 0.0
-    divergence: float = 0.0
-    same: float = 0.0
-    tokens: int = 0
-
-    def add(self, dense_BTV: torch.Tensor, logits_BTV: torch.Tensor, ids_BT: torch.Tensor) -> None:
-        """``dense_BTV``: logarithms of the dense model's probabilities, float32; ``logits_BTV`` for the same tokens."""
-        found_BTV = F.log_softmax(logits_BTV.float(), -1)
-        self.dense_nats += _nats(dense_BTV, ids_BT)
-        self.nats += _nats(found_BTV, ids_BT)
-        self.divergence += float((dense_BTV.exp() * (dense_BTV - found_BTV)).sum())
-        self.same += float((dense_BTV.argmax(-1) == found_BTV.argmax(-1)).sum())
-        self.tokens += ids_BT.numel()
-
-    def to_json(self) -> dict[str, float]:
-        """``loss``: relative increase; ``kl``: in nats per token; ``agreement``: share of tokens."""
-        return {
-            "loss": self.nats / self.dense_nats - 1,
-            "kl": self.divergence / self.tokens,
-            "agreement": self.same / self.tokens,
-        }
+    return make, AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
 
 
-def _nats(logs_BTV: torch.Tensor, ids_BT: torch.Tensor) -> float:
-    """Negative log likelihood of every token but the first of each row."""
-    return -float(logs_BTV[:, :-1].gather(-1, ids_BT[:, 1:, None]).sum())
+def _loss(row: Any) -> str:
+    if "loss" not in row:
+        return f"refused: {row['refused'].split('. ')[0]}"
+    error = "" if row["loss_error"] is None else f" ± {row['loss_error']:.2%}"
+    return f"{row['loss']:+.2%}{error}"
+
+
+def _speed(row: Any) -> str:
+    return f"{row['speed']:.2f} ({row['speed_low']:.2f} to {row['speed_high']:.2f})" if "speed" in row else ""
 
 
 TABLES = (
     Table(
-        "Methods and 4 bits",
-        lambda result: result["cases"],
+        "Methods of sparsity",
+        lambda result: result["rows"],
         {
             "method": at("method"),
-            "weights": at("weights"),
-            "FFN rows used": at("rows_used", common.percent),
-            "loss": at("memory.loss", "+.2%"),
-            "KL, nats": at("memory.kl", ".4f"),
-            "same token": at("memory.agreement", common.percent),
-            "over a store": at("store.loss", "+.2%"),
-            "in a bundle": at("bundle.loss", "+.2%"),
+            "text": at("text"),
+            "loss": _loss,
+            "KL, nats": at("kl", ".4f"),
+            "same token": at("agreement", common.percent),
+            "neurons used": at("neurons", common.percent),
+            "bytes read": at("ffn_bytes", common.percent),
+            "tokens/s": at("tokens_per_s", ".1f"),
+            "beside dense": _speed,
+            "fit, s": at("fit_s", ".1f"),
+            "size": at("size_bytes", common.size),
+            "from flash, a token": at("flash_bytes", common.size),
+            "hits": at("hits", common.percent),
         },
-        "Methods of sparsity with float and 4-bit weights (GPTQ), beside the dense model in floats, on held-out text: "
-        "in memory, then the loss over a store of which every call reads all that it wants, and in a bundle.",
+        "The number behind a method is the share of bytes that it was asked for. Loss: relative increase beside the "
+        "dense model in floats on held-out text, with a 95 % confidence interval from pairs of windows; the second "
+        "half of each is scored. Bytes read: share of the weights of feed-forward layers (of methods of input "
+        "channels: of all linear layers but the output layer) that a token reads, and what the method reads itself to "
+        "choose. Speed: decoding of one sequence, median, in turn with the dense model in the same format. Over a "
+        "store half of the neurons fit in the cache.",
     ),
     Table(
         "Ranks of predictors",
         lambda result: result.get("ranks", []),
         {
             "rank": at("rank"),
-            "recall asked for": at("asked", common.percent),
+            "recall asked for": at("recall_asked", common.percent),
             "recall": at("recall", common.percent),
             "lowest": at("least", common.percent),
             "of the output": at("mass", common.percent),
             "predicted": at("predicted", common.percent),
-            "weights": at("weights"),
-            "FFN rows used": at("rows_used", common.percent),
+            "FFN bytes read": at("ffn_bytes", common.percent),
             "predictor": at("bytes", common.percent),
-            "loss": at("memory.loss", "+.2%"),
-            "KL, nats": at("memory.kl", ".4f"),
-            "same token": at("memory.agreement", common.percent),
+            "loss": at("loss", "+.2%"),
+            "KL, nats": at("kl", ".4f"),
+            "same token": at("agreement", common.percent),
         },
         "Low-rank predictors of one rank and recall in all layers: recall of firing cold neurons on held-out "
         "calibration text (mean and lowest of the layers, and weighted by what neurons add to the output), the share "
         "predicted, which is the recall of a predictor that knows nothing; then, beside the dense model in floats on "
-        "held-out text, the rows used, the predictor's bytes as a share of the layer's (both in int4), and the loss.",
+        "held-out text, the bytes read, the predictor's bytes as a share of the layer's (both in int4), and the loss.",
     ),
 )
 
 
 def about(result: Result) -> str:
-    return f"{result['folder']}: {result['tokens']:,} held-out tokens, beside the dense model in floats"
+    tokens = max(row.get("tokens", 0) for row in result["rows"])
+    return f"{result['model']}: {result['weights']}, {tokens:,} scored tokens of each text, {result['threads']} threads"

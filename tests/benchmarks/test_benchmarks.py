@@ -14,7 +14,7 @@ from tiny_models import _hf, randomise, tiny
 from tiny_tokenizers import TEXT, byte_tokenizer
 
 import torch_pi2
-from benchmarks import cap, decode, figures, layer, real_models, tables
+from benchmarks import cap, decode, drawings, figures, layer, methods, real_models, tables
 from benchmarks.__main__ import BENCHMARKS, call, main, render
 from torch_pi2.errors import ArtifactError, ConfigError
 
@@ -48,7 +48,7 @@ LONG = {
     "serve": "--shape tiny --threads 1 --max-batch-size 2 --clients 1,2 --requests 2 --rounds 1 --prompts 8,40 "
     "--answers 2,5 --shared 20 --prefix-cache 1MiB",
     "prefix": "--shape tiny --threads 1 --prefix 64 --suffix 1,9 --rounds 1",
-    "methods": "--folder {relu} --weights float --tokens 256 --calibration-tokens 3000",
+    "methods": "--model {relu} --methods exact --tokens 256 --window 64 --rounds 1 --calibration-tokens 3000 --store",
 }
 #: On the files of `make real-models`, run by `make test-real`.
 REAL = {
@@ -139,7 +139,57 @@ def test_ranks_of_predictors(
     for low, high in (result["ranks"][:2], result["ranks"][2:]):
         assert low["recall"] < high["recall"]
         assert low["predicted"] < high["predicted"]
-        assert low["rows_used"] < high["rows_used"] < 1
+        assert low["neurons"] < high["neurons"] < 1
+
+
+MINE = """
+import torch, torch_pi2
+
+class First(torch_pi2.SparseMethod):
+    name = "first"
+
+    def __init__(self, share):
+        self.share = share
+
+    def fit(self, layer):
+        if self.share > 1:
+            raise torch_pi2.errors.ConfigError("share", expected="1 at most", found=str(self.share), fix="Lower it.")
+        self.neurons = layer.site.intermediate
+
+    def select(self, x_TH):
+        return (torch.arange(self.neurons) < self.share * self.neurons).expand(len(x_TH), -1)
+"""
+
+
+def test_methods_go_on_where_a_run_ended(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cases that are kept are not measured again; others are, and those of other settings."""
+    (tmp_path / "mine.py").write_text(MINE)
+    asked, compare = list[list[str]](), methods.compare
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        methods, "compare", lambda make, left, *a, **k: asked.append([*left]) or compare(make, left, *a, **k)
+    )
+    sizes = {"tokens": 256, "window": 64, "rounds": 0, "calibration_tokens": 2000, "cases": tmp_path / "kept.jsonl"}
+    how = {"model": folders["relu"], "methods": "exact,mine.py:First", "bytes": [0.5], **sizes}
+    first = call("methods", **how)
+    assert [row["method"] for row in first["rows"][::2]] == ["dense", "exact", "first 0.5"]
+    assert [row["text"] for row in first["rows"][:2]] == ["stdlib", "docs"]
+    assert first["rows"][4]["neurons"] < first["rows"][4]["asked"] == 0.5
+    with (tmp_path / "kept.jsonl").open("a") as file:
+        file.write('\n{"about": {"cut o')
+    assert call("methods", **how)["rows"] == first["rows"]
+    more = call("methods", **how | {"bytes": [0.5, 2.0]})
+    assert more["rows"][:6] == first["rows"]
+    assert "refused: share: expected 1 at most" in render(more)
+    call("methods", **how | {"window": 32})
+    assert asked == [["exact", "first 0.5"], ["first 2"], ["exact", "first 0.5"]]
+    drawn = drawings.methods("x", "ffn_bytes", "bytes", {"x": more})
+    assert {name: len(points) for name, points in drawn.lines.items()} == {"exact": 1, "first": 1}
+    assert all(point.low <= point.median <= point.high for points in drawn.lines.values() for point in points)
+    with pytest.raises(ConfigError, match=r"--methods: expected all, exact, lowrank, signbit, .*found 'magic'"):
+        call("methods", **how | {"methods": "magic"})
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,245 @@
+"""``compare``: methods of sparsity beside the dense model, on the same held-out text."""
+
+from __future__ import annotations
+
+import copy
+import math
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torch_pi2 import api
+from torch_pi2.base.fields import argument, checked, to_json
+from torch_pi2.base.modules import evaluating
+from torch_pi2.checkpoint.pack import pack
+from torch_pi2.checkpoint.save_load import load, save
+from torch_pi2.decode.budget import set_budget, stats
+from torch_pi2.decode.decoder import Decoder
+from torch_pi2.errors import Pi2Error
+from torch_pi2.eval.loss import logits_of
+from torch_pi2.eval.timing import time_decode
+from torch_pi2.eval.work import work
+from torch_pi2.formats import FLOAT, FORMATS
+from torch_pi2.layers.inputs import InputSparseLinear
+from torch_pi2.predict.method import InputMethod, SparseMethod
+from torch_pi2.profiling.data import calibration_batches
+from torch_pi2.rewrite.state import get_state
+from torch_pi2.types.config import Config
+from torch_pi2.types.method import PREDICTED, Fitted
+
+Row = dict[str, Any]
+#: Most memory for what the dense model says of all windows; if it takes more, it is asked again for each method.
+_KEPT_BYTES = 4 << 30
+_DECODED = 32
+
+
+@dataclass
+class Beside:
+    """Sums over tokens of a model beside the dense one. ``windows``: losses of both, in nats."""
+
+    windows: list[tuple[float, float]] = field(default_factory=list)
+    divergence: float = 0.0
+    same: int = 0
+    tokens: int = 0
+
+    def add(self, dense_TV: torch.Tensor, logits_TV: torch.Tensor, next_T: torch.Tensor) -> None:
+        """A window. ``dense_TV``: the logarithms of the dense model's probabilities, float32; ``next_T``: the ids."""
+        found_TV = F.log_softmax(logits_TV.float(), -1)
+        dense, nats = (-float(y_TV.gather(-1, next_T[:, None]).sum()) for y_TV in (dense_TV, found_TV))
+        self.windows.append((dense, nats))
+        self.divergence += float((dense_TV.exp() * (dense_TV - found_TV)).sum())
+        self.same += int((dense_TV.argmax(-1) == found_TV.argmax(-1)).sum())
+        self.tokens += len(next_T)
+
+    def to_json(self) -> Row:
+        """``loss``: relative increase, a ratio of sums over windows; ``loss_error``: half of its 95 % confidence
+        interval, by Student's t (None of one window); ``kl``: nats a token; ``agreement``: share of tokens.
+        """
+        dense, n = sum(before for before, _ in self.windows), len(self.windows)
+        loss = sum(nats for _, nats in self.windows) / dense - 1
+        squares = sum((nats - (1 + loss) * before) ** 2 for before, nats in self.windows)
+        t = 1.96 + 2.37 / (n - 1) + 2.82 / (n - 1) ** 2 if n > 1 else 0.0  # Cornish and Fisher's expansion
+        error = t * math.sqrt(squares * n / (n - 1)) / dense if n > 1 else None
+        shares = {"kl": self.divergence / self.tokens, "agreement": self.same / self.tokens}
+        return {"tokens": self.tokens, "loss": loss, "loss_error": error, **shares}
+
+
+class Comparison(list[Row]):
+    """Rows of :func:`compare`; prints as a table."""
+
+    def __str__(self) -> str:
+        names = list(dict.fromkeys(name for row in self for name in row))
+        shown = [[f"{y:.4g}" if isinstance(y, float) else str(y) for y in map(row.get, names)] for row in self]
+        widths = [max(map(len, column)) for column in zip(names, *shown, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in (names, *shown))
+
+
+@checked
+def compare(
+    model: Any,
+    methods: Any,
+    text: Any,
+    *,
+    calibration: Any,
+    tokenizer: Any = None,
+    tokens: int = 8192,
+    window: int = 256,
+    rounds: int = 5,
+    store: bool = False,
+    each: Callable[[dict[str, Any]], Any] | None = None,
+    progress: bool = False,
+    **fields: Annotated[Any, Config],
+) -> Comparison:
+    """Methods of sparsity beside the dense model, a row each; the first row is of ``method="dense"``.
+
+    Each method becomes part of a copy of the model, which computes held-out text as it would decode it. Second halves
+    of windows are scored: the first ones are prompts of methods with that scope.
+
+    Args:
+        model: a dense causal language model on the CPU, or a function without arguments that makes one.
+        methods: names, or instances of :class:`SparseMethod` or :class:`InputMethod`; or a mapping from names in rows
+            to these, to fields of :class:`Config` (``{"cats": {"method": "threshold", "sparsity": 0.4}}``), or to a
+            function that optimises the copy it is given.
+        text: as ``data`` in :func:`profile`; a mapping from names to texts gives a row for each method and text.
+        tokens: that are read of each text. window: tokens that are computed together.
+        rounds: of decoding 32 tokens after half a window, in turn with dense (:class:`Decoder`); 0: none.
+        store: also decode over a store in a temporary folder, with a budget for half of the neurons.
+        each: called with each row when it is there.
+        fields: of :class:`Config`, for all methods (``weights="int4"``).
+
+    Returns:
+        Dicts: ``loss`` (relative increase) and ``loss_error`` (half of its 95 % confidence interval), ``kl`` (nats a
+        token), ``agreement`` (share of likeliest tokens); ``neurons`` (share used); ``ffn_bytes`` (share of the FFNs'
+        weight bytes that a token reads, and what the method reads besides; with an ``InputMethod`` of all linear layers
+        that it replaced); ``fit_s`` (seconds to fit and to convert weights, after profiling); ``size_bytes`` (of the
+        method); ``tokens_per_s``, ``dense_tokens_per_s``, ``speed`` (medians, and of their ratio, ``speed_low`` to
+        ``speed_high``); ``flash_bytes`` (a token), ``hits`` (share); or ``refused``, the error that ended it.
+
+    Raises:
+        ConfigError, CalibrationError: arguments that no method could take.
+    """
+    plain = model if isinstance(model, nn.Module) else model()
+    given = methods if isinstance(methods, Mapping) else {_name(method): method for method in methods}
+    configs: dict[str, Any] = {"dense": Config(**{**fields, "method": "dense"})}
+    for name, y in given.items():
+        configs[name] = y if callable(y) else Config(**{**fields, **(y if isinstance(y, dict) else {"method": y})})
+    named = text if isinstance(text, Mapping) else {"": text}
+    texts = {name: _windows(plain, y, tokenizer, tokens, window) for name, y in named.items()}
+    prompt_1T = next(iter(texts.values()))[0][:, : window // 2]
+    shared, decoders, rows = dict[str, Any](), list[Decoder](), Comparison()
+
+    def says(ids_1T: torch.Tensor) -> torch.Tensor:
+        with evaluating(plain):
+            return F.log_softmax(_second_half(plain, ids_1T).float(), -1)
+
+    dense = lru_cache(_KEPT_BYTES // (2 * says(prompt_1T).nbytes))(says)
+    bits = {name: form.bits_per_weight for name, form in FORMATS.items()}
+    bits[FLOAT] = 8 * next(plain.parameters()).element_size()
+    for name, config in configs.items():
+        made, found, row = None, dict[str, Row](), Row()
+        del decoders[1:]  # no more than one copy beside the dense one
+        try:
+            made = copy.deepcopy(model) if plain is model else model()
+            how: Any = {"tokenizer": tokenizer, "config": config, "progress": progress}
+            if isinstance(config, Config) and not isinstance(config._custom, InputMethod):
+                key = str(to_json(config))
+                how["stats"] = shared[key] = shared.get(key) or api.profile(made, calibration, **how)
+            started = time.perf_counter()
+            config(made) if callable(config) else api.optimize(made, calibration, **how)
+            row["fit_s"] = time.perf_counter() - started
+            found = {of: _beside(made, dense, windows, bits[configs["dense"].weights]) for of, windows in texts.items()}
+            if rounds:
+                decoders.append(Decoder(made, max_tokens=prompt_1T.shape[1] + _DECODED + 1))
+                row |= _speed(decoders, prompt_1T, rounds)
+            row |= _over_store(made, prompt_1T) if store else {}
+        except Pi2Error as error:
+            if name == "dense":
+                raise
+            row["refused"] = str(error)
+        for of in texts:
+            rows.append({"method": name} | ({"text": of} if of else {}) | found.get(of, {}) | row)
+            if each is not None:
+                each(rows[-1])
+    return rows
+
+
+def _name(method: Any) -> str:
+    if not isinstance(method, Fitted):
+        return str(method)
+    said = ", ".join(f"{name}={value}" for name, value in method.settings().items())
+    return f"{method.name or type(method).__name__}({said})"
+
+
+def _windows(model: nn.Module, text: Any, tokenizer: Any, tokens: int, window: int) -> list[torch.Tensor]:
+    """Ids ``[1, T]`` of one length, without padding."""
+    config = Config(batch_size=1, seq_len=window, calibration_tokens=max(64, tokens))
+    found = [batch.input_ids for batch in calibration_batches(model, text, tokenizer, config)]
+    longest = max(0 if ids_1T is None else ids_1T.shape[1] for ids_1T in found)
+    argument(longest, "tokens of the longest window", "Pass a text, or ids [N, T].").whole(4)
+    return [ids_1T for ids_1T in found if ids_1T is not None and ids_1T.shape[1] == longest]
+
+
+def _second_half(model: nn.Module, ids_1T: torch.Tensor) -> torch.Tensor:
+    """``[N, V]`` logits of the tokens after the half that a method of scope ``prompt`` takes for one."""
+    return logits_of(model, ids_1T[:, :-1])[0, ids_1T.shape[1] // 2 :]
+
+
+def _beside(model: nn.Module, dense: Callable[[Any], Any], windows: list[torch.Tensor], bits: float) -> Row:
+    """``bits``: of a weight."""
+    inputs = [module for module in model.modules() if isinstance(module, InputSparseLinear)]
+    for module in inputs:
+        module.used = module.seen = 0
+    found = Beside()
+    with evaluating(model), work() as done:
+        for ids_1T in windows:
+            found.add(dense(ids_1T), _second_half(model, ids_1T), ids_1T[0, ids_1T.shape[1] // 2 + 1 :])
+    own: list[Any]
+    sizes: list[float]
+    if inputs:
+        own, sizes = [module.custom for module in inputs], [module.rows.nbytes for module in inputs]
+        share = sum(y.used / y.seen * size for y, size in zip(inputs, sizes, strict=True)) / sum(sizes)
+    else:
+        layers, methods = get_state(model).plan.layers, get_state(model).predictors
+        own = [m for y in layers if (m := methods.get(y.site.key)) and (y.method in PREDICTED or hasattr(m, "cut_I"))]
+        sizes = [bits / 8 * y.site.rows_per_neuron * y.site.hidden * y.site.intermediate for y in layers]
+        share = done.rows_used or 0.0
+    read = sum(y.read_bytes() if isinstance(y, SparseMethod) else _size(y) for y in own)
+    more = {"neurons": done.neurons_used, "ffn_bytes": share + read / sum(sizes), "size_bytes": sum(map(_size, own))}
+    return found.to_json() | more
+
+
+def _size(method: Any) -> int:
+    return sum(tensor.nbytes for tensor in method.tensors().values())
+
+
+def _speed(decoders: list[Decoder], prompt_1T: torch.Tensor, rounds: int) -> Row:
+    """Of the last of ``decoders``, beside the first."""
+    dense, own = (timing.rounds for timing in time_decode([decoders[0], decoders[-1]], prompt_1T, rounds=rounds))
+    ratios = [before / ms for before, ms in zip(dense, own, strict=True)]
+    speed = {"speed": median(ratios), "speed_low": min(ratios), "speed_high": max(ratios)}
+    return {"tokens_per_s": 1e3 / median(own), "dense_tokens_per_s": 1e3 / median(dense), **speed}
+
+
+def _over_store(model: nn.Module, prompt_1T: torch.Tensor) -> Row:
+    with tempfile.TemporaryDirectory() as name:
+        save(model, Path(name) / "saved")
+        pack(Path(name) / "saved", Path(name) / "store")
+        over = load(Path(name) / "store", budget=1 << 60)
+        whole = stats(over)["budget"]
+        set_budget(over, whole.smallest - whole.gates // 2 + whole.in_slots(whole.neurons // 2))
+        decoder = Decoder(over, max_tokens=prompt_1T.shape[1] + _DECODED + 1)
+        next_11 = decoder.prompt(prompt_1T)
+        stats(over, reset=True)
+        for _ in range(_DECODED):
+            next_11 = decoder.step(next_11)
+        found = stats(over)
+    return {"flash_bytes": found["bytes_read"] / _DECODED, "hits": found["hit_rate"]}
