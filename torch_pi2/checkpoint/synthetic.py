@@ -96,20 +96,13 @@ def synthetic(
     ):
         if not good:
             raise ConfigError(f"synthetic({name}=...)", expected=expected, found=repr(value), fix="Correct it.")
-    label = {
-        "synthetic": "random weights: speed means something, quality does not",
-        "shape": shape if isinstance(shape, str) else dict(shape),
-        "active": active,
-        "weights": weights,
-        "predictor": predictor,
-        "rank": rank if predictor == "lowrank" else 0,
-        "predictor_weights": "int4" if predictor == "lowrank" else None,
-        "hot_frequency": Config().hot_frequency if hot_frequency is None else hot_frequency,
-        "law": _LAW if active < 1 else None,
-        "residual": drawn.RESIDUAL,
-        "locality": locality,
-        "seed": seed,
-    } | ({} if distinct_layers is None else {"distinct_layers": distinct_layers})
+    label: dict[str, Any] = {"synthetic": "random weights: speed means something, quality does not"}
+    label["shape"], ranked = shape if isinstance(shape, str) else dict(shape), predictor == "lowrank"
+    label |= {"active": active, "weights": weights, "predictor": predictor, "rank": rank if ranked else 0}
+    label["predictor_weights"] = "int4" if ranked else None
+    label["hot_frequency"] = Config().hot_frequency if hot_frequency is None else hot_frequency
+    label |= {"law": _LAW if active < 1 else None, "residual": drawn.RESIDUAL, "locality": locality, "seed": seed}
+    label |= {} if distinct_layers is None else {"distinct_layers": distinct_layers}
     more = ({} if layers is None else {"num_hidden_layers": layers}) | ({"dtype": weights} if weights in FLOATS else {})
     config = drawn.build_config(shape, active < 1, **more, torch_pi2_synthetic=label)
     if layers is not None and config.num_hidden_layers != layers:

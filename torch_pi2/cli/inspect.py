@@ -350,13 +350,10 @@ def describe_bundle(folder: Path, verify: bool, progress: bool) -> dict[str, Any
     files = {name: entry.bytes for name, entry in manifest.files.items()}
     parts, sizes = {"program": files[PROGRAM_FILE]}, program["bytes"]
     if sizes:
-        parts = {
-            "program: graphs": sizes["program"],
-            "program: constants": sizes["constants"] + sizes["mutable"],
-            "program: weights of delegates": sizes["named"],
-            **{f"program: {backend}": size for backend, size in sizes["delegates"].items()},
-            "program: padding": sizes["padding"],
-        }
+        constants = sizes["constants"] + sizes["mutable"]
+        parts = {"graphs": sizes["program"], "constants": constants, "weights of delegates": sizes["named"]}
+        parts |= {**sizes["delegates"], "padding": sizes["padding"]}
+        parts = {f"program: {name}": size for name, size in parts.items()}
     if STORE_FILE in files:
         parts |= _store_parts(folder / STORE_FILE)
     others = (size for name, size in files.items() if name not in (PROGRAM_FILE, STORE_FILE))

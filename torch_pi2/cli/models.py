@@ -1,7 +1,5 @@
 """Loads the arguments of verbs: models, tokenizers, statistics and predictors."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,12 +24,8 @@ if TYPE_CHECKING:
 #: ``--gpu-memory all``: the whole model on the GPU.
 _ALL = "all"
 #: By verb: the options that reduce memory for other things than neurons.
-_LESS = {
-    "generate": "--max-new-tokens or --num-return-sequences",
-    "chat": "--max-tokens",
-    "serve": "--max-tokens or --max-batch-size",
-    "eval": "--window or --batch-size",
-}
+_LESS = {"generate": "--max-new-tokens or --num-return-sequences", "chat": "--max-tokens"}
+_LESS |= {"serve": "--max-tokens or --max-batch-size", "eval": "--window or --batch-size"}
 
 
 @contextmanager
@@ -84,7 +78,7 @@ def dtype_of(args: argparse.Namespace) -> Any:
     return None if args.dtype == "auto" else getattr(torch, args.dtype)
 
 
-def load_dense(args: argparse.Namespace) -> nn.Module:
+def load_dense(args: argparse.Namespace) -> "nn.Module":
     """The ordinary model of ``args.model``, in eval mode."""
     from torch_pi2.cli.folders import kind_of
 
@@ -120,7 +114,7 @@ def load_dense(args: argparse.Namespace) -> nn.Module:
         return pretrained(made_by, args.model, dtype=dtype_of(args) or "auto", **of).eval()
 
 
-def load_sparse(args: argparse.Namespace) -> nn.Module:
+def load_sparse(args: argparse.Namespace) -> "nn.Module":
     """The optimised model of folder ``args.model``, in eval mode."""
     import torch_pi2
 
@@ -152,7 +146,7 @@ def load_sparse(args: argparse.Namespace) -> nn.Module:
     return coordinated(args, model)
 
 
-def load_any(args: argparse.Namespace, dense: bool = False) -> nn.Module:
+def load_any(args: argparse.Namespace, dense: bool = False) -> "nn.Module":
     """The model of ``args.model``, optimised (unless ``dense``) or plain, in eval mode; ``--gpu-memory`` applies."""
     in_memory, wanted = dense or not (Path(args.model) / "pi2").is_dir(), getattr(args, "gpu_memory", None)
     for name, value in {"budget": getattr(args, "budget", None), **common.left_out(args)}.items():
@@ -195,7 +189,7 @@ def _check_gpu(args: argparse.Namespace, wanted: str, dense: bool) -> None:
         checked_memory(wanted)
 
 
-def of_store(model: nn.Module) -> dict[str, Any] | None:
+def of_store(model: "nn.Module") -> dict[str, Any] | None:
     """Reads and omissions of a model over a store, as JSON values; None: the model is in memory."""
     from torch_pi2.decode.budget import stats
     from torch_pi2.rewrite.state import store_of
@@ -247,14 +241,14 @@ def _is_in_one_file(folder: Path, settings: Any) -> bool:
     )
 
 
-def load_calibration(args: argparse.Namespace) -> tuple[Config, nn.Module, Any, str]:
+def load_calibration(args: argparse.Namespace) -> "tuple[Config, nn.Module, Any, str]":
     """Settings, the dense model, its tokenizer, and enough calibration text for the settings."""
     config = common.config_of(args)
     model, tokenizer = load_dense(args), load_tokenizer(args)
     return config, model, tokenizer, common.text_of(args, tokenizer, config.calibration_tokens)
 
 
-def load_stats(folder: Path) -> ActivationStats:
+def load_stats(folder: Path) -> "ActivationStats":
     from torch_pi2.store.parts import Parts
     from torch_pi2.types.stats import ActivationStats
 
@@ -265,7 +259,7 @@ def load_stats(folder: Path) -> ActivationStats:
     return ActivationStats.load(folder)
 
 
-def load_predictors(folder: Path | None, model_hash: str | None = None) -> FittedPredictors | None:
+def load_predictors(folder: Path | None, model_hash: str | None = None) -> "FittedPredictors | None":
     """Predictors of ``folder``; raises StaleArtifactError if they were fitted to other weights than ``model_hash``."""
     from torch_pi2.predict.file import load_predictors
     from torch_pi2.store.parts import Parts

@@ -339,13 +339,10 @@ class Decoder:
             fix = "Leave out what the prompt does not begin with."
             raise ShapeError("add(known=...)", expected=expected, found=found, fix=fix)
         if self.lengths and not self._positions:
-            raise UnsupportedModelError(
-                type(self.model).__name__,
-                expected="a model that takes position_ids, uses sdpa, and has rotary frequencies that do not depend on "
-                "the length, to decode sequences of several lengths",
-                found="another",
-                fix="Load it with attn_implementation='sdpa', or decode one after another.",
-            )
+            takes = "takes position_ids, uses sdpa, and has rotary frequencies that do not depend on the length"
+            what, expected = type(self.model).__name__, f"a model that {takes}, to decode sequences of several lengths"
+            fix = "Load it with attn_implementation='sdpa', or decode one after another."
+            raise UnsupportedModelError(what, expected=expected, found="another", fix=fix)
         return self._add_by_chunks(ids_1T, known, states)
 
     def _add_by_chunks(

@@ -9,17 +9,9 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from torch_pi2 import errors
 from torch_pi2.base.library import library_path
 from torch_pi2.base.package import how_to_install
-from torch_pi2.errors import (
-    ArtifactError,
-    ConfigError,
-    LibraryMissingError,
-    Pi2Error,
-    StaleArtifactError,
-    VersionError,
-    parse_core_error,
-)
 
 #: The only supported version of ExecuTorch: its C++ interface changes in every version.
 EXECUTORCH = "1.5.1"
@@ -46,7 +38,8 @@ def load_library() -> ctypes.CDLL:
             except (ImportError, OSError) as error:
                 expected = f"executorch {EXECUTORCH} as it was installed, and a library built for it"
                 fix = "Install executorch again, then this package: 'make clean install' in a checkout."
-                raise LibraryMissingError(f"loading {path}", expected=expected, found=str(error), fix=fix) from error
+                what = f"loading {path}"
+                raise errors.LibraryMissingError(what, expected=expected, found=str(error), fix=fix) from error
             loaded.pi2_et_set.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
             loaded.pi2_et_error.restype = ctypes.c_char_p
             loaded.pi2_et_stats.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int]
@@ -54,7 +47,7 @@ def load_library() -> ctypes.CDLL:
             if loaded.pi2_et_abi() != _ABI:
                 fix = "Install this package again: its parts are of different versions."
                 expected = f"interface {_ABI}"
-                raise LibraryMissingError(str(path), expected=expected, found=str(loaded.pi2_et_abi()), fix=fix)
+                raise errors.LibraryMissingError(str(path), expected=expected, found=str(loaded.pi2_et_abi()), fix=fix)
             _library = loaded
         return _library
 
@@ -64,10 +57,10 @@ def check_executorch() -> None:
     install = f"Install it: {how_to_install('export')}."
     if importlib.util.find_spec("executorch") is None:
         expected = f"executorch {EXECUTORCH}"
-        raise LibraryMissingError("ExecuTorch", expected=expected, found="no such package", fix=install)
+        raise errors.LibraryMissingError("ExecuTorch", expected=expected, found="no such package", fix=install)
     found = importlib.metadata.version("executorch")
     if found.partition("+")[0] != EXECUTORCH:
-        raise VersionError("ExecuTorch", expected=f"executorch {EXECUTORCH}", found=found, fix=install)
+        raise errors.VersionError("ExecuTorch", expected=f"executorch {EXECUTORCH}", found=found, fix=install)
 
 
 def set_options(options: Mapping[str, str | int | bool]) -> None:
@@ -82,7 +75,7 @@ def set_options(options: Mapping[str, str | int | bool]) -> None:
 def share_weights(share: bool) -> None:
     """Let methods loaded later share XNNPACK's packed float weights. Raises LibraryMissingError: no XNNPACK here."""
     if load_library().pi2_et_share_weights(int(share)) != 0:
-        raise delegate_error(last_error(), LibraryMissingError)
+        raise delegate_error(last_error(), errors.LibraryMissingError)
 
 
 def last_error() -> str:
@@ -108,12 +101,14 @@ def stats(*, reset: bool = False) -> dict[str, Any]:
         size = 2 * needed
 
 
-def delegate_error(text: str, kind: type[Pi2Error] | None = None) -> Pi2Error:
+def delegate_error(text: str, kind: type[errors.Pi2Error] | None = None) -> errors.Pi2Error:
     """The error for a backend message ``what: expected ..., found .... fix``, which also determines its type."""
-    what, expected, rest = parse_core_error(text)
+    what, expected, rest = errors.parse_core_error(text)
     found, _, fix = rest.partition(". ")
     if not (what and expected and found and fix):
-        return ArtifactError("our delegate", expected="that it works", found=text, fix="See its log on standard error.")
+        fix = "See its log on standard error."
+        return errors.ArtifactError("our delegate", expected="that it works", found=text, fix=fix)
     of_settings, of_weights = what.startswith(("option ", "trace ")), expected.startswith("weights ")
-    kind = kind or (ConfigError if of_settings else StaleArtifactError if of_weights else ArtifactError)
+    usual = errors.StaleArtifactError if of_weights else errors.ArtifactError
+    kind = kind or (errors.ConfigError if of_settings else usual)
     return kind(what, expected=expected, found=found, fix=fix)

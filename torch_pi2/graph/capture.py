@@ -33,13 +33,11 @@ def example_inputs(model: nn.Module) -> dict[str, Any]:
     text_config: Any = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
     vocab_size = getattr(text_config, "vocab_size", None)
     if not isinstance(vocab_size, int) or vocab_size < 1:
-        raise CalibrationError(
-            "example inputs",
-            expected="args or kwargs for one forward call of the model",
-            found=f"none, and {type(model).__name__} has no config.vocab_size to make them from",
-            fix="Pass them: optimize(model, calibration=[(x,)]), find_sites(model, args=(x,)). Folders are read by "
-            "pack and quantize only if their models take input_ids.",
-        )
+        expected = "args or kwargs for one forward call of the model"
+        found = f"none, and {type(model).__name__} has no config.vocab_size to make them from"
+        folders = "Folders are read by pack and quantize only if their models take input_ids."
+        fix = f"Pass them: optimize(model, calibration=[(x,)]), find_sites(model, args=(x,)). {folders}"
+        raise CalibrationError("example inputs", expected=expected, found=found, fix=fix)
     ids_BT = (torch.arange(16, dtype=torch.int64).reshape(2, 8) + 3) % vocab_size
     inputs: dict[str, Any] = {"input_ids": ids_BT}
     if getattr(config, "is_encoder_decoder", False):

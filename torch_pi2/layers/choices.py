@@ -1,7 +1,5 @@
 """Methods that choose once for a sequence: from its prompt, for the tokens that follow (``SparseMethod.scope``)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -24,7 +22,7 @@ class Choices:
     def __init__(self, memory: Any, layers: dict[str, int], rows: slice, reading: bool) -> None:
         self.memory, self.layers, self.rows, self.reading = memory, layers, rows, reading
 
-    def of(self, layer: SparseFFN) -> tuple[torch.Tensor, torch.Tensor]:
+    def of(self, layer: "SparseFFN") -> tuple[torch.Tensor, torch.Tensor]:
         """Sums of scores, float32 ``[rows, I]``, and chosen neurons in plan order, bool ``[rows, I]``."""
         number, shape = self.layers[layer.site.key], (layer.site.intermediate,)
         kinds = ("scores", torch.float32), ("chosen", torch.bool)
@@ -43,7 +41,7 @@ def choosing(choices: Choices | None) -> Iterator[None]:
         call_mode.choices = before
 
 
-def by_prompt(layer: SparseFFN, x: torch.Tensor) -> torch.Tensor:
+def by_prompt(layer: "SparseFFN", x: torch.Tensor) -> torch.Tensor:
     """``layer(x)`` with a method of scope ``prompt``, for ``x [B, T, H]`` of B sequences."""
     choices: Choices | None = call_mode.choices
     x_BTH = x if x.dim() == 3 else x.reshape(1, -1, x.shape[-1])
@@ -62,7 +60,7 @@ def by_prompt(layer: SparseFFN, x: torch.Tensor) -> torch.Tensor:
     return torch.cat((y_BPH, _chosen(layer, rest_BRH, chosen_BI)), 1).view(x.shape)
 
 
-def _read(layer: SparseFFN, x_BTH: torch.Tensor, scores_BI: torch.Tensor, chosen_BI: torch.Tensor) -> torch.Tensor:
+def _read(layer: "SparseFFN", x_BTH: torch.Tensor, scores_BI: torch.Tensor, chosen_BI: torch.Tensor) -> torch.Tensor:
     products: list[torch.Tensor] = []
     y_BTH = prompt_ffn(layer, x_BTH.contiguous(), products)
     h_BTI = torch.cat(products, 1)[:, layer.inverse].view(*x_BTH.shape[:2], -1)
@@ -72,7 +70,7 @@ def _read(layer: SparseFFN, x_BTH: torch.Tensor, scores_BI: torch.Tensor, chosen
     return y_BTH
 
 
-def _chosen(layer: SparseFFN, x_BTH: torch.Tensor, chosen_BI: torch.Tensor) -> torch.Tensor:
+def _chosen(layer: "SparseFFN", x_BTH: torch.Tensor, chosen_BI: torch.Tensor) -> torch.Tensor:
     """A sequence that has read nothing computes every neuron."""
     mask_BI = chosen_BI | ~chosen_BI.any(1, keepdim=True)
     active_BTI = mask_BI[:, None].expand(*x_BTH.shape[:2], -1).contiguous()

@@ -1,7 +1,5 @@
 """``InputSparseLinear``: a linear layer that reads the weights of the input channels a token uses."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

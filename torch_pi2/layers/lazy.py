@@ -214,13 +214,11 @@ class LazySource:
         x = only_input(self.keyword, home.site.key, args, kwargs)
         home.check_input(x)
         if torch.compiler.is_exporting():
-            raise UnsupportedModelError(
-                f"torch.export of {home.site.key}",
-                expected="a feed-forward layer that is a module, or a chain of modules",
-                found="one whose activation is code of a bigger block: it would come out dense",
-                fix="Move it with its activation into a module of its own and optimise the model again, or export what "
-                "torch_pi2.restore(model) gives, which is dense.",
-            )
+            expected = "a feed-forward layer that is a module, or a chain of modules"
+            found = "one whose activation is code of a bigger block: it would come out dense"
+            moved = "Move it with its activation into a module of its own and optimise the model again"
+            fix = f"{moved}, or export what torch_pi2.restore(model) gives, which is dense."
+            raise UnsupportedModelError(f"torch.export of {home.site.key}", expected=expected, found=found, fix=fix)
         if torch.compiler.is_compiling():  # Dynamo sees an ordinary dense layer
             from torch._dynamo.comptime import comptime
 

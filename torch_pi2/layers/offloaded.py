@@ -101,13 +101,10 @@ class Store:
                 found = str(error).splitlines()[0].rpartition(f"pi2: store {self.path}: ")[2]
                 if not found.startswith(refused):
                     raise self._problem(found) from error
-        raise ConfigError(
-            "OffloadConfig.engine",
-            expected="one that this system allows",
-            found=f"{engine}: {found.removeprefix(refused)}",
-            fix="Use auto. io_uring takes Linux 5.6 and the right to it (containers may forbid it; "
-            "kernel.io_uring_disabled).",
-        )
+        expected, has = "one that this system allows", f"{engine}: {found.removeprefix(refused)}"
+        needs = "Linux 5.6 and the right to it (containers may forbid it; kernel.io_uring_disabled)"
+        fix = f"Use auto. io_uring takes {needs}."
+        raise ConfigError("OffloadConfig.engine", expected=expected, found=has, fix=fix)
 
     def _problem(self, found: str) -> Pi2Error:
         """The error for a message of the core about the file, or about opening it."""

@@ -1,7 +1,5 @@
 """``sparsify_inputs``: linear layers that use some of their input channels, by an ``InputMethod``."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from typing import Any
 

@@ -18,11 +18,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
     "verbosity": (None, "medium"),
 }
-_NO_TOOLS: dict[str, tuple[Any, ...]] = {
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "parallel_tool_calls": (None, True),
-}
+_NO_TOOLS: dict[str, tuple[Any, ...]] = {"tools": (None, []), "tool_choice": (None, "none", "auto")}
+_NO_TOOLS["parallel_tool_calls"] = (None, True)
 _Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 
