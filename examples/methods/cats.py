@@ -1,5 +1,5 @@
-"""CATS: Contextually-Aware Thresholding for Sparsity (arXiv 2404.08763, the section on Stage 1 and 2: the cutoff of
-|SiLU(x W_gate)| at a percentile of its values over sampled tokens, one number for a layer).
+"""CATS: Contextually-Aware Thresholding for Sparsity (arXiv 2404.08763, where its cutoff is defined: a percentile of
+|SiLU(x W_gate)| over sampled tokens, one number for a layer).
 
 The gate is computed in full, and up and down for the neurons whose |act(gate)| is above the cutoff. In a layer without
 a gate, which the paper has not, up is the first matrix and down the only one that is skipped.

@@ -1,4 +1,4 @@
-"""CHESS: channel-wise thresholding (arXiv 2409.01366, the section "Channel-Wise Thresholding").
+"""CHESS: channel-wise thresholding (arXiv 2409.01366, where thresholds of channels are defined).
 
 The importance of neuron i for a token is E[|up_i|] * |act(gate)_i|, up replaced by its mean magnitude over sampled
 tokens, since up is not computed yet. One threshold t on importances gives the share, and so neuron i has the threshold

@@ -1,4 +1,4 @@
-"""GRIFFIN: neurons chosen by the prompt (arXiv 2404.01365, the section on gating by flocking: statistic s, top-k).
+"""GRIFFIN: neurons chosen by the prompt (arXiv 2404.01365, where neurons are selected by the statistic s).
 
 With Z the products of a prompt, each token's row divided by its norm, neuron j has s_j = ||Z[:, j]||_2, and the largest
 are kept for all tokens that are generated. The prompt itself is computed in full; nothing is fitted. (s_j^2 is summed

@@ -1,9 +1,8 @@
 """Low-rank gate: the gate's truncated singular value decomposition, whitened by the inputs, as a score. No training.
 
-Of the predictors of the kind of Low-Rank Prediction (LRP) in SparseInfer's and Deja Vu's related work; the whitening is
-that of SVD-LLM (arXiv 2403.07378, section on truncation-aware data whitening): with inputs of covariance C = S S^T, the
-best rank-r gate in the mean square of its outputs is the truncated decomposition of W S, times S^-1. With V the first
-r right singular vectors of W S this is (W S V) (V^T S^-1), a pair of matrices [I, r] and [r, H].
+The whitening is that of SVD-LLM (arXiv 2403.07378, truncation-aware data whitening): with inputs of covariance
+C = S S^T, the best rank-r gate in the mean square of its outputs is the truncated decomposition of W S, times
+S^-1. With V the first r right singular vectors of W S this is (W S V) (V^T S^-1), matrices [I, r] and [r, H].
 Neurons are scored by |act(approximate gate)| * E|up| * ||down||; where that is zero (ReLU), by the gate.
 Differs from SVD-LLM: it replaces weights there, and only chooses neurons here, which are then computed exactly.
 """

@@ -342,6 +342,10 @@ def test_each_method_of_inputs_reads_its_share_in_all_linear_layers(stem: str) -
         assert float((logits(better) - logits(wider())).square().mean()) < changed
 
 
+def test_a_file_is_named_in_place_of_a_class() -> None:
+    assert torch_pi2.Config(method=f"{FOLDER / 'cats.py'}:Cats").method == "custom"
+
+
 def test_the_template_runs(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(FOLDER / "template.py"), run_name="__main__")
     said = capsys.readouterr().out
