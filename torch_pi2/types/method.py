@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any, ClassVar, Protocol, Self
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from torch_pi2.base.fields import optional, shown
 from torch_pi2.base.plugins import Plugins
 from torch_pi2.errors import ConfigError, DtypeError, ShapeError
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Method(StrEnum):
@@ -92,6 +93,8 @@ class Fitted:
 
     def checked(self, mask: torch.Tensor, name: str, *shape: int) -> torch.Tensor:
         """``mask``, the result of the method ``name``."""
+        import torch  # here: the command line reads this file before it needs torch
+
         if torch.compiler.is_compiling():
             return mask
         what, fix = f"{type(self).__name__}.{name}", "See help(torch_pi2.SparseMethod)."
@@ -105,11 +108,11 @@ class Fitted:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The attributes that are tensors, by name."""
-        return {name: value for name, value in self._saved().items() if isinstance(value, torch.Tensor)}
+        return {name: value for name, value in self._saved().items() if _is_tensor(value)}
 
     def settings(self) -> dict[str, Any]:
         """The other attributes. Raises ConfigError: JSON cannot hold one."""
-        found = {name: value for name, value in self._saved().items() if not isinstance(value, torch.Tensor)}
+        found = {name: value for name, value in self._saved().items() if not _is_tensor(value)}
         for name, value in found.items():
             if not _is_plain(value):
                 what = f"{name} of method {type(self).__name__}"
@@ -119,6 +122,12 @@ class Fitted:
 
     def _saved(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name[0] != "_" and name != "card"}
+
+
+def _is_tensor(value: Any) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor)
 
 
 def _is_plain(value: Any) -> bool:
