@@ -20,10 +20,14 @@ from torch import nn
 import torch_pi2
 from torch_pi2 import OffloadConfig
 ids: torch.Tensor
+hidden: int
+intermediate: int
 model: Any
 small: nn.Module
 text: str
 tokenizer: Any
+class Mine(torch_pi2.SparseMethod):
+    def __init__(self, share: float = 0.5) -> None: ...
 """
 SCRIPTS = [ROOT / "README.md", ROOT / "docs" / "USING.md"]
 
