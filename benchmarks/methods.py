@@ -27,7 +27,7 @@ import torch_pi2
 from benchmarks.arguments import TRAINED, list_of, names_of
 from benchmarks.compare import compare
 from benchmarks.subject import WORK
-from benchmarks.tables import Result, Table, at
+from benchmarks.tables import Result, Table, at, markdown_table
 from torch_pi2.base.progress import phase
 from torch_pi2.cli import common
 from torch_pi2.errors import ConfigError
@@ -54,8 +54,8 @@ SPARSE: dict[str, dict[str, Any]] = {
     "lowrank": {"method": "lowrank"},
     "signbit": {"method": "signbit"},
 }
-#: Needs more than ``optimize``: see its file.
-_FOLDED = "spon"
+#: What they are about needs more than ``optimize``, a change of the model: see their files. Not in ``all``.
+_OTHER_MODELS = ("r-sparse", "spon")
 WEIGHTS: dict[str, dict[str, Any]] = {
     "float": {},
     "int4": {"weights": "int4"},
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--calibration-tokens", type=common.positive, default=20_000, metavar="N")
     add("--cases", type=Path, metavar="FILE", help=f"where finished cases are kept (default: in {WORK})")
     add("--trust-remote-code", action="store_true", help="run modelling code in the folder")
-    add("--ranks", type=list_of(common.positive), default=[], metavar="R,...", help="predictors of these ranks")
+    add("--ranks", type=list_of(common.positive), metavar="R,...", help="predictors of these ranks")
     said = ",".join(f"{recall:g}" for recall in _RECALLS)
     add("--recalls", type=list_of(float), default=_RECALLS, metavar="S,...", help=f"theirs (default: {said})")
 
@@ -135,7 +135,7 @@ def cases(names: str, shares: list[float], model: nn.Module) -> dict[str, Any]:
     """Methods of :func:`compare` by name in the table. Raises ConfigError: an unknown name."""
     zeros = all(exact_zeros(site.activation) for site in find_sites(model))
     built_in, others = SPARSE if zeros else {}, published()
-    chosen = [*built_in, *(y for y in others if y != _FOLDED)] if names == "all" else names.split(",")
+    chosen = [*built_in, *(y for y in others if y not in _OTHER_MODELS)] if names == "all" else names.split(",")
     found = dict[str, Any]()
     for name in chosen:
         if name in built_in:
@@ -303,6 +303,14 @@ TABLES = (
         "held-out text, the bytes read, the predictor's bytes as a share of the layer's (both in int4), and the loss.",
     ),
 )
+
+
+def markdown(result: Result) -> str:
+    """The table of docs/METHODS.md: without columns that are empty."""
+    cells = [list(TABLES[0].columns), *TABLES[0].cells(result)]
+    kept = [column for column in zip(*cells, strict=True) if any(column[1:])]
+    header, *rows = zip(*kept, strict=True)
+    return markdown_table(header, rows)
 
 
 def about(result: Result) -> str:

@@ -111,12 +111,12 @@ def page(results: Mapping[str, Result], modules: Mapping[str, Any]) -> str:
             rows = [[name, *cells] for name, result in own.items() for cells in table.cells(result)]
             if rows:
                 note = f"\n{table.note.strip()}\n" if table.note else ""
-                parts.append(f"## {table.title}\n{note}\n{runs}\n\n{_markdown(['run', *table.columns], rows)}\n")
+                parts.append(f"## {table.title}\n{note}\n{runs}\n\n{markdown_table(['run', *table.columns], rows)}\n")
                 runs = "Runs as above."
     return "\n".join(parts)
 
 
-def _markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 

@@ -22,7 +22,7 @@ import pasted
 import pytest
 
 from benchmarks import __main__ as bench
-from benchmarks import drawings, tables
+from benchmarks import drawings, methods, tables
 from torch_pi2 import cli
 from torch_pi2.errors import ArtifactError
 from torch_pi2.machine.find import cached_path, find_hardware
@@ -234,6 +234,15 @@ def data(path: Path) -> dict:
 def test_plots_are_of_the_committed_results(name: str) -> None:
     drawn = drawings.DRAWINGS[name](tables.read(drawings.RESULTS)).data()
     assert data(ROOT / "docs" / "images" / f"{name}.svg") == json.loads(json.dumps(drawn)), "run `make figures`"
+
+
+def test_tables_of_methods_are_of_the_committed_results() -> None:
+    shown = (ROOT / "docs" / "METHODS.md").read_text()
+    found = [json.loads(path.read_text()) for path in sorted(drawings.RESULTS.glob("methods-*.json"))]
+    assert found
+    for result in found:
+        assert methods.markdown(result) in shown
+        assert result["command"] in shown
 
 
 def test_a_missing_result_is_named(tmp_path: Path) -> None:
