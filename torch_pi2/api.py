@@ -25,7 +25,7 @@ from torch_pi2.base.modules import evaluating, fresh_settings
 from torch_pi2.base.progress import log
 from torch_pi2.decode import hf_generate
 from torch_pi2.decode.plan_controller import follow
-from torch_pi2.errors import CalibrationError, DtypeError, StaleArtifactError, check_choice
+from torch_pi2.errors import CalibrationError, ConfigError, DtypeError, StaleArtifactError, check_choice
 from torch_pi2.fitting.fit import cold_neurons, fit_layers
 from torch_pi2.fitting.fit import fit as fit_predictors
 from torch_pi2.fitting.loss import causal_lm_loss
@@ -52,7 +52,7 @@ from torch_pi2.rewrite.rewrite import apply, replaceable
 from torch_pi2.rewrite.rewrite import restore as restore_modules
 from torch_pi2.rewrite.skeleton import on_meta
 from torch_pi2.rewrite.state import ModelState, SparseState, get_state
-from torch_pi2.types.config import Config, configured, method_for
+from torch_pi2.types.config import Config, check_patterns, configured, method_for
 from torch_pi2.types.method import LOSSY, PREDICTED, Method
 from torch_pi2.types.plan import Plan, lossy_methods, weights_hash
 from torch_pi2.types.site import FFNSite
@@ -231,6 +231,7 @@ def _fit(
 ) -> FittedPredictors:
     cold = {s.key: cold_neurons(stats, s.key, hot_cut(s, stats[s.key], config)) for s in sites}
     if config.method == Method.CUSTOM:  # which decides for every neuron
+        check_patterns(config, [s.key for s in sites])
         cold = {s.key: torch.arange(s.intermediate if method_for(config, s.key) else 0) for s in sites}
     cold |= {s.key: torch.empty(0, dtype=torch.int64) for s in sites if of_all(s.activation)}
     if config.method == "auto":
@@ -394,6 +395,10 @@ def _optimize(
         if not data:
             expected, fix = "calibration data", "Pass calibration=text."
             raise CalibrationError("optimize with an InputMethod", expected=expected, found="none", fix=fix)
+        if (how := (config.activations, config.quantization)) != (FLOAT, "rtn"):
+            fix = "Leave activations and quantization out."
+            what, expected = "optimize with an InputMethod", "float activations, rtn"
+            raise ConfigError(what, expected=expected, found=" and ".join(how), fix=fix)
         sparsify_inputs(model, data, config._custom, config.weights, progress)
         return
     found, strategies = replaceable(model, _search(model, data, sites=sites))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 import torch_pi2
 from torch_pi2.base import plugins
+from torch_pi2.base.fields import Field
 from torch_pi2.cli import main
 from torch_pi2.decode.decoder import Decoder
-from torch_pi2.errors import ConfigError, DtypeError, Pi2Error, ShapeError
+from torch_pi2.errors import ArtifactError, ConfigError, DtypeError, Pi2Error, ShapeError
+from torch_pi2.eval.loss import nats_per_token
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.layers.prompt import sparse_only
 from torch_pi2.types import method as registry
@@ -476,3 +479,115 @@ def test_more_hot_neurons_for_larger_batches_are_computed_beside_the_choice() ->
         layer.custom.select = lambda x_TH, chosen=chosen, hot_I=hot_I: chosen(x_TH) | hot_I
         layer.by_batch = ()
     torch.testing.assert_close(logits(model, IDS[:3, :1]), several, atol=1e-5, rtol=1e-5)
+
+
+def test_a_folder_cannot_name_a_file_to_run(tmp_path: Path) -> None:
+    (tmp_path / "evil.py").write_text("raise SystemExit('it ran')")
+    entry = {"name": f"{tmp_path / 'evil.py'}:Largest", "settings": {}, "tensors": []}
+    with pytest.raises(ConfigError, match="expected auto, dense"):
+        torch_pi2.SparseMethod.read({}, Field(entry, "predictors", ""), 0.5, None)
+    for wrong in ({"settings": {"select": 1}}, {"settings": {"scope": "x"}}, {"tensors": ["gone"]}):
+        entry = {"name": "largest", "settings": {}, "tensors": []} | wrong
+        with pytest.raises(ArtifactError):
+            torch_pi2.SparseMethod.read({}, Field(entry, "predictors", ""), 0.5, None)
+
+
+@pytest.mark.parametrize("name", ["opt", "llama"])
+def test_each_sequence_of_a_batch_has_its_own_choice(name: str) -> None:
+    """Also where the layer's input is [sequences x tokens, H]."""
+    model = optimised(name, ByPrompt())
+    decoder = Decoder(model, max_tokens=64, batch=3, logits=True)
+    decoder.prompt(IDS[:3, :12])
+    together = decoder.step(IDS[:3, 12:13])
+    for row in range(3):
+        decoder = Decoder(model, max_tokens=64, logits=True)
+        decoder.prompt(IDS[row : row + 1, :12])
+        alone = decoder.step(IDS[row : row + 1, 12:13])
+        torch.testing.assert_close(together[row : row + 1], alone, atol=1e-4, rtol=1e-4)
+    several = nats_per_token(model, [IDS[:3]])
+    mean = sum(nats_per_token(model, [IDS[row : row + 1]]) for row in range(3)) / 3
+    assert several == pytest.approx(mean, rel=1e-4)
+
+
+class Nothing(ByPrompt):
+    def choose(self, score_I: torch.Tensor) -> torch.Tensor:
+        return score_I < 0
+
+
+def test_a_prompt_may_choose_nothing() -> None:
+    decoder = Decoder(optimised("llama", Nothing()), max_tokens=64, logits=True)
+    decoder.prompt(IDS[:1, :12])
+    dense = tiny("llama")
+    for layer in dense.model.layers:
+        layer.mlp.register_forward_hook(lambda _, args, y: torch.cat((y[:, :12], 0 * y[:, 12:]), 1))
+    with torch.no_grad():
+        wanted = dense(IDS[:1, :13]).logits[:, -1]
+    torch.testing.assert_close(decoder.step(IDS[:1, 12:13]), wanted, atol=1e-4, rtol=1e-4)
+
+
+class Nested(Recorded):
+    """Its choice depends on a number inside of an attribute."""
+
+    def __init__(self, holder: Any) -> None:
+        super().__init__()
+        self._held = holder
+
+    def select(self, x_TH: torch.Tensor) -> torch.Tensor:
+        found_TI = super().select(x_TH)
+        return found_TI if self.inner()[0] > 0 else ~found_TI
+
+    def inner(self) -> Any:
+        return self._held["a"][0] if isinstance(self._held, dict) else self._held
+
+
+@pytest.mark.parametrize("holder", [{"a": [[1.0]]}, deque([1.0])])
+def test_a_change_anywhere_in_a_recordable_method_is_seen(holder: Any) -> None:
+    logits_of = []
+    for recorded in (None, False):
+        model = optimised("llama", Nested(copy.deepcopy(holder)), weights="int4")
+        decoder = Decoder(model, max_tokens=128, logits=True, recorded=recorded)
+        decoder.prompt(IDS[:1, :5])
+        for _ in range(20):
+            before = decoder.step(IDS[:1, :1])
+        for layer in sparse_layers(model):
+            layer.custom.inner()[0] = -1.0
+        logits_of.append(decoder.step(IDS[:1, :1]))
+    assert torch.equal(*logits_of)
+    assert (logits_of[0] - before).abs().max() > 1e-3
+
+
+@torch.no_grad()
+def test_a_threshold_of_inputs_that_changes_is_seen() -> None:
+    logits_of = []
+    for recorded in (None, False):
+        model = torch_pi2.optimize(wider(), IDS, method=Magnitude(0.5), **HOW)
+        decoder = Decoder(model, max_tokens=128, logits=True, recorded=recorded)
+        decoder.prompt(IDS[:1, :5])
+        for _ in range(20):
+            before = decoder.step(IDS[:1, :1])
+        for layer in model.modules():
+            if getattr(layer, "is_input_sparse", False):
+                layer.custom.threshold *= 3
+        logits_of.append(decoder.step(IDS[:1, :1]))
+    assert torch.equal(*logits_of)
+    assert (logits_of[0] - before).abs().max() > 1e-3
+
+
+def test_methods_that_cannot_be_used_are_refused_by_name(tmp_path: Path) -> None:
+    stats = torch_pi2.profile(tiny("llama"), IDS, **HOW)
+    with pytest.raises(ConfigError, match="a SparseMethod with select or cut_I"):
+        torch_pi2.fit(tiny("llama"), IDS, stats=stats, method=Magnitude(), **HOW)
+    with pytest.raises(ConfigError, match=r"a layer's name, such as model\.layers\.0\.mlp"):
+        optimised("llama", {"*nothing*": Largest()})
+    with pytest.raises(ConfigError, match="found scope 'promt' of Misspelt"):
+        optimised("llama", type("Misspelt", (Largest,), {"scope": "promt"})())
+    hiding = Largest()
+    hiding.tensors = {}  # type: ignore[assignment, method-assign]
+    with pytest.raises(ConfigError, match="found the attribute tensors, a name of the class's own"):
+        optimised("llama", hiding)
+    model = torch_pi2.optimize(wider(), IDS, method=Magnitude(), **HOW)
+    for use in (torch_pi2.restore, lambda m: m.state_dict(), lambda m: m.save_pretrained(tmp_path)):
+        with pytest.raises(ConfigError, match="sparse inputs"):
+            use(model)
+    with pytest.raises(ConfigError, match="found int8 and rtn"):
+        torch_pi2.optimize(wider(), IDS, method=Magnitude(), weights="int4", activations="int8", **HOW)

@@ -325,7 +325,7 @@ def _check_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
 
 
 def _wrong_call(name: str, known: list[str], kwargs: Mapping[str, Any], found: str) -> ConfigError:
-    fix = f"See help(torch_pi2.{name})."
+    known, fix = [field for field in known if field[0] != "_"], f"See help(torch_pi2.{name})."
     unknown = next((keyword for keyword in kwargs if keyword not in known), None)
     if unknown is None:
         return ConfigError(f"{name}()", expected=f"arguments of {', '.join(known)}", found=found, fix=fix)

@@ -32,12 +32,15 @@ class Plugins(Generic[T]):
     def names(self) -> list[str]:
         return sorted({*self._known, *entry_points(group=self._group).names})
 
-    def find(self, name: str) -> type[T] | None:
-        """The class ``name``, or None. Code of its file or package runs."""
+    def find(self, name: str, files: bool = True) -> type[T] | None:
+        """The class ``name``, or None. Code of its file or package runs. ``files``: also ``FILE.py:CLASS``; not for
+        names that come from the folder of a model.
+        """
         path, colon, attribute = name.rpartition(":")
-        if colon and path.endswith(".py"):
+        if files and colon and path.endswith(".py"):
             found = runpy.run_path(path).get(attribute) if Path(path).is_file() else None
-            return self._check(found, name)
+            made = self._check(found, name)
+            return self.register(made) if getattr(made, "name", None) and made not in self._known.values() else made
         for point in () if name in self._known else entry_points(group=self._group, name=name):
             self._known[name] = self._check(point.load(), f"entry point {name} of {self._group}")
         return self._known.get(name)

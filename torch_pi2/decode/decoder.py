@@ -636,8 +636,8 @@ class Decoder:
     def check_parts(self, what: str) -> None:
         """Raises UnsupportedModelError: recurrent states have no parts to take back or keep."""
         if self._kv.states:
-            what, found = f"{what} of {type(self.model).__name__}", "recurrent states, which each token changes"
-            expected = "keys and values of each token, of which the last can be taken back"
+            found = "neurons chosen by prompt" if self._kv.choosers else "recurrent states, which each token changes"
+            what, expected = f"{what} of {type(self.model).__name__}", "keys and values of each token, to take back"
             fix = "Decode without drafts (prompt_lookup, assistant_model), and read prompts whole."
             raise UnsupportedModelError(what, expected=expected, found=found, fix=fix)
 

@@ -133,8 +133,8 @@ class State:
             if self._watch is not None and isinstance(value, (list, set)):
                 self._watch.lists.append(value)
             return [self._value(v, depth + 1) for v in value]
-        if isinstance(value, Fitted) and value.recordable:
-            return self._value(vars(value), depth + 1)
+        if isinstance(value, Fitted):
+            return self._value(vars(value))
         try:
             known = weakref.ref(value)
         except TypeError:
@@ -142,6 +142,16 @@ class State:
         self._alive[id(known)] = known
         # CUDA graphs hold addresses, and a tensor can get other memory without becoming another object
         return (id(known), value.data_ptr()) if isinstance(value, torch.Tensor) and value.is_cuda else id(known)
+
+
+def _is_compared(value: Any, depth: int = 0) -> bool:
+    """Whether :class:`State` compares all that there is in a method, or in its attribute ``value``."""
+    if isinstance(value, Fitted):
+        value = {name: held for name, held in vars(value).items() if name != "card"}
+    if isinstance(value, (dict, list, tuple, set)):
+        parts = list(value.values()) if isinstance(value, dict) else list(value)
+        return depth < 4 and len(parts) <= _COMPARED and all(_is_compared(part, depth + 1) for part in parts)
+    return type(value) in PLAIN or isinstance(value, torch.Tensor)
 
 
 class _Names:
@@ -252,7 +262,7 @@ class Guards:
                 ran[frame.f_code] = frame.f_globals
                 own = frame.f_locals.get("self")
                 self._names.add_class(type(own))
-                if isinstance(own, Fitted) and own.recordable:
+                if isinstance(own, Fitted) and own.recordable and _is_compared(own):
                     trusted.add(frame.f_globals.get("__name__"))
 
         if sys.getprofile() is not None:  # it could not be set again: cProfile's is not made of Python

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.fields import Field
 from torch_pi2.base.memory import untouched_zeros
-from torch_pi2.errors import DtypeError, OutOfMemoryError, UnsupportedModelError
+from torch_pi2.errors import DtypeError, OutOfMemoryError, ShapeError, UnsupportedModelError
 from torch_pi2.layers.choices import Choices
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.ops import load
@@ -374,7 +374,11 @@ class KeyValues:
 
     def put_states(self, row: int, copied: list[torch.Tensor]) -> None:
         """Write the result of :meth:`copied_states` into a row."""
-        for tensor, one in zip(self._state_tensors(), copied, strict=True):
+        tensors = self._state_tensors()
+        if len(tensors) != len(copied):
+            expected, fix = f"{len(tensors)} tensors, as after the first prompt here", "Read a prompt first."
+            raise ShapeError("recurrent states", expected=expected, found=str(len(copied)), fix=fix)
+        for tensor, one in zip(tensors, copied, strict=True):
             tensor[row] = one
 
     def clear_states(self, row: int) -> None:

@@ -13,7 +13,7 @@ from torch_pi2.base.modules import evaluating
 from torch_pi2.base.progress import bar
 from torch_pi2.decode.kv_cache import cache_name, cache_of
 from torch_pi2.errors import CalibrationError, ConfigError, NonFiniteError
-from torch_pi2.layers.prompt import sparse_only
+from torch_pi2.layers.prompt import of_sequences, sparse_only
 from torch_pi2.profiling.data import cut, opening_of, without_opening
 from torch_pi2.rewrite.state import leaves_out
 from torch_pi2.store.trust import tokenizer_of
@@ -40,10 +40,11 @@ def logits_of(model: nn.Module, ids_BT: torch.Tensor) -> torch.Tensor:
     if leaves_out(model):
         return torch.cat([by_token(model, ids_T) for ids_T in ids_BT])
     config = getattr(model, "config", None)
-    if config is not None and hasattr(config, "use_cache"):
-        output = model(input_ids=ids_BT, use_cache=False)
-    else:
-        output = model(ids_BT)
+    with of_sequences(len(ids_BT)):
+        if config is not None and hasattr(config, "use_cache"):
+            output = model(input_ids=ids_BT, use_cache=False)
+        else:
+            output = model(ids_BT)
     if isinstance(output, tuple):
         output = output[0]
     logits = getattr(output, "logits", output)

@@ -64,6 +64,7 @@ def fit_method(method: SparseMethod, model: nn.Module, site: FFNSite, samples: S
     """A copy of ``method``, fitted to three quarters of the samples; its card is of the others. Raises ConfigError,
     ShapeError: what it has made cannot be used. CalibrationError: fewer than two tokens.
     """
+    _check_method(method, site.key)
     if len(samples) < 2:
         fix, found = "Pass more text.", str(len(samples))
         raise CalibrationError(f"tokens of {site.key}", expected="at least 2", found=found, fix=fix)
@@ -72,10 +73,26 @@ def fit_method(method: SparseMethod, model: nn.Module, site: FFNSite, samples: S
     floats = FFNWeights(*(None if w is None else w.detach().float() for w in weights))  # type: ignore[arg-type]
     with torch.no_grad():
         own.fit(LayerSamples(site, floats, some.x_NH.float(), some.fired()))
+        if taken := own.taken(vars(own)):
+            found, fix = f"the attribute {taken}, a name of the class's own", "Rename it."
+            raise ConfigError(f"method {type(own).__name__}", expected="attributes beside it", found=found, fix=fix)
         own.card = _card(own, LayerSamples(site, floats, others.x_NH.float(), others.fired()))
     let_go(model, weights)
     own.settings()
     return own
+
+
+def _check_method(method: object, key: str) -> None:
+    """Raises ConfigError: ``method`` does not choose neurons of layer ``key``."""
+    what, found = f"method of {key}", f"{type(method).__name__}, an InputMethod or another"
+    if isinstance(method, SparseMethod):
+        own, base, found = type(method), SparseMethod, f"scope {method.scope!r} of {type(method).__name__}"
+        needed = {"token": (own.select is not base.select or own.fit is not base.fit)}
+        needed["prompt"] = own.choose is not base.choose and own.prompt_scores is not base.prompt_scores
+        if needed.get(method.scope):
+            return
+    expected = "select or cut_I with scope 'token', prompt_scores and choose with scope 'prompt'"
+    raise ConfigError(what, expected=f"a SparseMethod with {expected}", found=found, fix="See docs/RESEARCH.md.")
 
 
 def _card(method: SparseMethod, held_back: LayerSamples) -> PredictorCard:
@@ -87,6 +104,9 @@ def _card(method: SparseMethod, held_back: LayerSamples) -> PredictorCard:
         half = -(-len(h_NI) // 2)
         chosen_I = method.chosen(method.prompt_scores(held_back.x_TH[:half], h_NI[:half]).float())
         kept_NI = chosen_I.expand_as(h_NI)
+    elif type(method).select is SparseMethod.select:
+        found, fix = "neither", "Set cut_I in fit, or write select."
+        raise ConfigError(f"method {type(method).__name__}", expected="select or cut_I", found=found, fix=fix)
     else:
         kept_NI = torch.cat([method.selected(x, site.intermediate) for x in held_back.x_TH.split(1024)])
     fired_NI, mass_NI = held_back.fired_TI, h_NI.abs() * held_back.weights.down.norm(dim=0)

@@ -1,10 +1,12 @@
 """``InputSparseLinear``: a linear layer that reads the weights of the input channels a token uses."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torch_pi2.errors import ShapeError
+from torch_pi2.errors import ConfigError, ShapeError
 from torch_pi2.formats import FLOAT
 from torch_pi2.layers.prompt import PROMPT_TOKENS, call_mode
 from torch_pi2.ops import load
@@ -34,6 +36,14 @@ class InputSparseLinear(nn.Module):
         self.register_buffer("rows", rows, persistent=False)
         bias = None if linear.bias is None else linear.bias.detach().float()
         self.register_buffer("bias", bias, persistent=False)
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Raises ConfigError: the dense weights are gone, and a file without them would load as another model."""
+        fix = "Make it again from the dense model: an InputMethod is for trying an idea in memory."
+        found = f"sparse inputs in {self.name}"
+        raise ConfigError("state_dict and saving", expected="a model with its dense weights", found=found, fix=fix)
+
+    _load_from_state_dict = _save_to_state_dict
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if input.shape[-1] != self.in_features:

@@ -42,6 +42,8 @@ class _CallMode(threading.local):
     single_steps = False
     #: Where methods keep what a prompt has chosen (:class:`torch_pi2.layers.choices.Choices`), or None.
     choices: Any = None
+    #: Sequences of a call outside of a decoder; 0: not known.
+    sequences = 0
 
 
 call_mode = _CallMode()
@@ -65,6 +67,11 @@ def chunks_of_prompt(tokens: int) -> AbstractContextManager[None]:
 def sparse_only() -> AbstractContextManager[None]:
     """Context in which layers work as in decoding for any number of tokens, to measure what a predictor misses."""
     return _called_with(sparse_only=True)
+
+
+def of_sequences(count: int) -> AbstractContextManager[None]:
+    """Context of a call of ``count`` sequences of equal length, for layers whose inputs do not show it."""
+    return _called_with(sequences=count)
 
 
 def single_steps() -> AbstractContextManager[None]:

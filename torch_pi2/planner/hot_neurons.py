@@ -95,7 +95,7 @@ def plan_layer(
 def _plan_custom(dense: LayerPlan, method: Any) -> LayerPlan:
     """No neuron is hot: the method decides for all of them, by a mask or by thresholds that the kernels know."""
     if method is None:
-        return dense
+        return dense if dense.site.experts is None else replace(dense, method=Method.EXACT, n_hot=0)
     active, cut_I = method.card.predicted_active, getattr(method, "cut_I", None)
     if method.scope == "prompt" and dense.site.experts is not None:
         expected, fix = "scope 'token': the tokens of a sequence go to different experts", "Use another method there."

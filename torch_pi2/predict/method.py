@@ -124,9 +124,13 @@ class SparseMethod(Fitted):
         tensors: Mapping[str, torch.Tensor], entry: Field, threshold: float, card: PredictorCard | None
     ) -> SparseMethod:
         """A method from tensors and fields of a file; its ``__init__`` is not called. Raises ConfigError: not known."""
-        kind = find_method(entry.at("name").text())
+        kind, settings = find_method(entry.at("name").text(), files=False), entry.at("settings")
+        if missing := [name for one in entry.at("tensors").items() if (name := one.text()) not in tensors]:
+            entry.at("tensors").wrong("tensors of the file", missing[0])
+        if taken := kind.taken({**settings.names(allowed=None), **tensors}):
+            settings.wrong("names that the class does not use", taken)
         made: SparseMethod = object.__new__(kind)
-        vars(made).update(entry.at("settings").names(allowed=None), **tensors)
+        vars(made).update(settings.value, **tensors)
         made.card = card
         return made
 

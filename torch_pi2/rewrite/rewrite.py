@@ -124,6 +124,9 @@ def restore(model: nn.Module) -> nn.Module:
     ConfigError: something is quantised, or neurons are on a GPU; nothing is changed then.
     """
     refuse_split(model, "restoring")
+    if any(getattr(module, "is_input_sparse", False) for module in model.modules()):
+        found, fix = "linear layers with sparse inputs, whose dense weights are gone", "Load the model again."
+        argument(model, f"restoring {type(model).__name__}", fix).wrong("layers that keep their weights", found)
     for name, module in model.named_modules():
         if isinstance(module, QuantLinear):
             fix = "Load the checkpoint again (from_pretrained, or torch_pi2.load) instead."

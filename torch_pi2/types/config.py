@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -122,6 +122,13 @@ def method_for(config: Config, key: str) -> Any:
     if not isinstance(custom, Mapping):
         return custom
     return next((method for pattern, method in custom.items() if fnmatchcase(key, pattern)), None)
+
+
+def check_patterns(config: Config, keys: Sequence[str]) -> None:
+    """Raises ConfigError: a pattern of ``config.method`` matches none of the layers ``keys``."""
+    for pattern in config._custom if isinstance(config._custom, Mapping) else ():
+        if not any(fnmatchcase(key, pattern) for key in keys):
+            argument(pattern, "Config.method", "See torch_pi2.find_sites.").wrong(f"a layer's name, such as {keys[0]}")
 
 
 def described(config: Config) -> dict[str, Any]:

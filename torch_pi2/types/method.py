@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
@@ -99,12 +100,17 @@ class Fitted:
             return mask
         what, fix = f"{type(self).__name__}.{name}", "See help(torch_pi2.SparseMethod)."
         if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
-            found = str(getattr(mask, "dtype", type(mask).__name__))
+            found = str(mask.dtype) if isinstance(mask, torch.Tensor) else type(mask).__name__
             raise DtypeError(what, expected="a bool tensor", found=found, fix=fix)
         if mask.shape != shape:
             wanted = f"{shape}: {'tokens and ' * (len(shape) > 1)}neurons in the model's order (or channels)"
             raise ShapeError(what, expected=wanted, found=str(tuple(mask.shape)), fix=fix)
         return mask
+
+    @classmethod
+    def taken(cls, attributes: Mapping[str, Any]) -> str | None:
+        """The first of ``attributes`` with the name of one of the class's methods, which it would hide; or None."""
+        return next((name for name in attributes if callable(getattr(cls, name, None)) or name == "scope"), None)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The attributes that are tensors, by name."""
@@ -141,12 +147,15 @@ def _is_plain(value: Any) -> bool:
 plugins = Plugins(Fitted, "torch_pi2.methods", lambda: ("auto", *Method))
 
 
-def find_method(name: str) -> type[Any]:
-    """The class of this name (:func:`torch_pi2.register_method`), or ``FILE.py:CLASS``. Raises ConfigError: none."""
-    found = plugins.find(name)
+def find_method(name: str, files: bool = True) -> type[Any]:
+    """The class of this name (:func:`torch_pi2.register_method`), or with ``files`` ``FILE.py:CLASS``. Raises
+    ConfigError: none.
+    """
+    found = plugins.find(name, files)
     if found is None:
         built_in = (method.value for method in Method if method is not Method.CUSTOM)
         expected = ", ".join(("auto", *built_in, *plugins.names()))
-        fix = "Choose one of these, FILE.py:CLASS, or import the module that registers it (torch_pi2.register_method)."
+        fix = f"Choose one of these{', FILE.py:CLASS' * files}, or import the module that registers it"
+        fix += " (torch_pi2.register_method)."
         raise ConfigError("method", expected=expected, found=repr(name), fix=fix)
     return found
