@@ -7,8 +7,6 @@
 Each has a CLI verb of the same name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice

@@ -7,8 +7,6 @@ attributes of modules, configurations and methods, the functions, classes, regis
 and the attributes of those classes.
 """
 
-from __future__ import annotations
-
 import builtins
 import gc
 import logging

@@ -9,8 +9,6 @@ On a GPU a step is captured as one CUDA graph (:func:`captured`): launching the 
 takes longer than running them.
 """
 
-from __future__ import annotations
-
 import operator
 import threading
 import weakref

@@ -1,7 +1,5 @@
 """Fitting of a ``SparseMethod``: each layer's copy gets calibration tokens of that layer, and a card on others."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

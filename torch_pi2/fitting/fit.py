@@ -13,8 +13,6 @@ Three disjoint sets of sequences are used: to fit, to set thresholds, and to mea
 ``fit_layers`` makes each predictor from its layer's samples alone: those of signs, and a ``SparseMethod``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any

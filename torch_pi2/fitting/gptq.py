@@ -5,8 +5,6 @@ inputs are correlated (Frantar and others, arXiv 2210.17323). Then scales are fi
 is chosen again with all others fixed. The format is that of rounding to nearest.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -5,8 +5,6 @@ float weights, the second with quantised ones. Each layer is quantised (:mod:`to
 call, and uses the quantised rows for the second half.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass

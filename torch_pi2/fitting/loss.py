@@ -1,7 +1,5 @@
 """Losses of a model, and divergences from the dense model."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext

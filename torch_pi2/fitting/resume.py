@@ -1,7 +1,5 @@
 """Intermediate results of a fit, in memory or in a work folder from which it resumes after a kill."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping

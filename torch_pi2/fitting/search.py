@@ -1,7 +1,5 @@
 """Sizes predictors: the cheapest rank of each layer, and the recall that the whole model's loss allows."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

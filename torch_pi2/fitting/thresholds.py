@@ -9,8 +9,6 @@ usual size of up (WINA, arXiv 2505.19427, weights the inputs of matrices likewis
 ``|act(gate)|`` by both, which approximates a neuron's contribution to the layer's output.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise

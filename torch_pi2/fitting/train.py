@@ -3,8 +3,6 @@
 Initialisation is random: an SVD of gate and up, or rows of the gate, were no better after enough steps.
 """
 
-from __future__ import annotations
-
 import math
 from typing import TypeVar
 

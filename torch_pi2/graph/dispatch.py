@@ -12,8 +12,6 @@ Semantics are those of ``torch_pi2.ops.ffn.sparse_ffn``: a cold neuron counts fo
 ``|act(gate)| > threshold``; a hot one always counts.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager

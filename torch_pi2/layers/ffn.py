@@ -1,7 +1,5 @@
 """``SparseFFN``: one feed-forward layer stored by neuron, hot neurons first."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
@@ -137,7 +135,7 @@ class SparseFFN(DenseForm):
         *,
         int8_activations: bool = False,
         dtype: torch.dtype = torch.float32,
-    ) -> SparseFFN:
+    ) -> "SparseFFN":
         """A layer with its neurons on ``meta``, for loading: assign ``neuron_rows`` and biases afterwards.
 
         Args: as the class. kind: may also be one of ``PAIRS`` (:mod:`torch_pi2.formats`), neurons of two formats
@@ -374,7 +372,7 @@ class SparseFFN(DenseForm):
         """Compute all neurons on the CPU again."""
         self.split = None
 
-    def part(self, first: int, last: int, neuron_rows: torch.Tensor | None = None) -> SparseFFN:
+    def part(self, first: int, last: int, neuron_rows: torch.Tensor | None = None) -> "SparseFFN":
         """A layer of the neurons ``first`` to ``last`` in plan order, over views of these tensors.
 
         The part with the last neuron keeps the down bias and the predictor. Other parts have no predictor: all their
@@ -398,7 +396,7 @@ class SparseFFN(DenseForm):
         part.follow_whole(self)
         return part
 
-    def follow_whole(self, whole: SparseFFN) -> None:
+    def follow_whole(self, whole: "SparseFFN") -> None:
         """Copy mode and plan settings of ``whole``, the layer that this is a part of."""
         first, last = self.span
         self.dense_from, self.training = whole.dense_from, whole.training
@@ -410,7 +408,7 @@ class SparseFFN(DenseForm):
         if self.in_memory and self.split is None:
             check_together(self.site.key, x, self.neuron_rows)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> SparseFFN:
+    def _apply(self, fn: Any, recurse: bool = True) -> "SparseFFN":
         """``model.to(dtype)``: converts neurons, and biases with them, in memory only, and no scales of predictors."""
         if stays_as_it_is(self, fn):
             return self

@@ -3,8 +3,6 @@
 :class:`record_accesses` records in the C++ core, one bit per neuron and call; :class:`Accesses` reads the file.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from functools import cached_property
@@ -96,7 +94,7 @@ class Accesses:
         atomic_write(path, packed({name: getattr(self, name) for name in _DTYPES}, metadata))
 
     @classmethod
-    def load(cls, path: str | Path) -> Accesses:
+    def load(cls, path: str | Path) -> "Accesses":
         """Read what :meth:`save` wrote. Raises ArtifactError: missing, damage, another version, or impossible calls."""
         load()
         tensors, metadata = read_tensors(path)
@@ -116,7 +114,7 @@ class Accesses:
         return accesses
 
     @classmethod
-    def _parsed(cls, tensors: dict[str, torch.Tensor], metadata: dict[str, str], path: str | Path) -> Accesses:
+    def _parsed(cls, tensors: dict[str, torch.Tensor], metadata: dict[str, str], path: str | Path) -> "Accesses":
         def said(name: str) -> Field:
             return Field(parse(metadata.get(name, ""), f"{path}, {name}", fix=_FIX), f"{path}, {name}", _FIX)
 

@@ -1,7 +1,5 @@
 """Work of the operators, counted in C++; every sparsity figure comes from these counters."""
 
-from __future__ import annotations
-
 import torch
 
 from torch_pi2.ops import load

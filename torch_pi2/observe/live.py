@@ -1,7 +1,5 @@
 """Live figures of a served model: the share of neurons that fire in each layer, and the decoding thread's time."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, field
 from typing import Any

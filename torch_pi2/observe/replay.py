@@ -1,7 +1,5 @@
 """Hit rates of caches of other sizes and policies on recorded accesses (docs/TRACES.md), by the stores' C++ cache."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

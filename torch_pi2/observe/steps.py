@@ -1,7 +1,5 @@
 """Times decoding steps on given tokens (greedy text repeats itself)."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 

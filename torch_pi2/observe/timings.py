@@ -1,7 +1,5 @@
 """Time spent in our operators by part of a model, from the core's clock."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import torch

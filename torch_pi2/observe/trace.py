@@ -4,8 +4,6 @@
 otherwise. docs/TRACES.md describes lanes, stages and counters.
 """
 
-from __future__ import annotations
-
 import heapq
 import json
 from abc import ABC, abstractmethod

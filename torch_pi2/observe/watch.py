@@ -17,8 +17,6 @@ results are bitwise the same. Limits of the counts:
   batch size s; so does a short prompt. Experts have no groups, only the tokens that are routed to them.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Mapping, Sequence

@@ -14,8 +14,6 @@ With ``second=1`` gate and up change places: the first matrix of a neuron is up,
 read, and the activation applies to the second (:meth:`torch_pi2.types.site.FFNSite.up_first`).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """``attention``: new tokens of a step or prompt over a KV cache."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

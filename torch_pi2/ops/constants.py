@@ -1,7 +1,5 @@
 """Constants and name lists of the C++ core (``torch.ops.pi2.constants``, ``torch.ops.pi2.lists``)."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import NamedTuple
 

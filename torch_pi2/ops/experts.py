@@ -1,7 +1,5 @@
 """Mixtures of experts: ``experts_ffn``, and ``stored_experts`` over a neuron store."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Feed-forward layers: ``sparse_ffn``, ``predicted_ffn``, ``stored_ffn``, and ``add_parts``, which sums chunks."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -18,8 +18,6 @@ this folder; ``gathered_experts`` (:mod:`torch_pi2.ops.gpu`); and without a refe
   ``counters(reset) -> int64 [7]``, ``kernel_tables() -> str``, ``select_kernels(isa) -> bool``.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Iterator

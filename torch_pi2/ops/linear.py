@@ -7,8 +7,6 @@ of each row at a time, then the groups' scales of all rows; for ggml's blocks (o
 last) four bytes of each row's at a time, then the rest of each.
 """
 
-from __future__ import annotations
-
 import torch
 
 from torch_pi2.formats import FLOAT, FORMATS, GROUP

@@ -4,8 +4,6 @@ A file of this folder has the references of one family, listed by :func:`operato
 registers the fake kernels; a test compares signatures with the schemas of the C++ library, which checks arguments.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from functools import cache

@@ -1,7 +1,5 @@
 """``predict_lowrank``, ``predict_lowrank_q`` and ``predict_signbit``: which cold neurons will fire."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

@@ -3,8 +3,6 @@
 The C++ core mirrors ``quantize`` bit for bit: each step rounds once in float32 (sums: float64, column by column).
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

@@ -1,7 +1,5 @@
 """Quantising weights with checks whose errors name the weight."""
 
-from __future__ import annotations
-
 import math
 
 import torch

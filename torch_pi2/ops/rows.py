@@ -9,8 +9,6 @@ scale per group; a value is its integer times its group's scale.
 For rows in ggml's blocks see ``csrc/kernels/scalar/ggml.h``.
 """
 
-from __future__ import annotations
-
 import torch
 
 from torch_pi2.formats import FORMATS, GGML, GROUP, formats_of, has_two_formats, row_bytes

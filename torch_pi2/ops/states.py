@@ -1,7 +1,5 @@
 """``recurrence`` and ``conv_step``: one token of layers with recurrent states."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

@@ -11,8 +11,6 @@ a predictor"):
 * ``scores``, ``threshold``, ``card``: see :class:`~torch_pi2.types.method.Predictor`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from inspect import getattr_static
 from types import FunctionType

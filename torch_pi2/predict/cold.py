@@ -1,7 +1,5 @@
 """A layer's part of a predictor: rows of the cold neurons, in plan order."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """``predictors.safetensors``: fitted predictors on disk."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """The low-rank predictor of Deja Vu, PowerInfer and LLM in a flash: ``b relu(a x) + bias``, in int4 or int8."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Any, Self
@@ -109,7 +107,7 @@ class LowRank:
         return Cold("lowrank", kept)
 
     @staticmethod
-    def read(tensors: dict[str, torch.Tensor], entry: Field, threshold: float, card: PredictorCard | None) -> LowRank:
+    def read(tensors: dict[str, torch.Tensor], entry: Field, threshold: float, card: PredictorCard | None) -> "LowRank":
         """From the tensors and JSON fields of a file. Raises ArtifactError."""
         if "weights" not in entry.value:
             return LowRank.from_tensors(tensors, threshold, card)
@@ -117,7 +115,7 @@ class LowRank:
         return LowRankRows.from_rows(tensors, weights, hidden, threshold, card)
 
     @staticmethod
-    def from_tensors(tensors: dict[str, torch.Tensor], threshold: float, card: PredictorCard | None) -> LowRank:
+    def from_tensors(tensors: dict[str, torch.Tensor], threshold: float, card: PredictorCard | None) -> "LowRank":
         """Inverse of :meth:`tensors`. Raises ArtifactError if shapes or dtypes do not fit together."""
         rank, neurons, hidden = _sizes(tensors)
         wanted = _of_int8(rank, neurons, hidden)
@@ -189,12 +187,12 @@ class LowRankRows(LowRank):
         return seen(z_Tr) @ values(self.b, self.weights, self.rank).T + self.bias
 
     @staticmethod
-    def fitted(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor) -> LowRankRows:
+    def fitted(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor) -> "LowRankRows":
         """Quantise float matrices ``[r, H]``, ``[I, r]`` and bias ``[I]`` to int4; threshold 0."""
         rows = [torch.ops.pi2.quantize(m.float().contiguous(), "int4") for m in (a, b)]
         return LowRankRows(rows[0], rows[1], bias.float().clone(), "int4", a.shape[1])
 
-    def padded(self, rank: int) -> LowRankRows:
+    def padded(self, rank: int) -> "LowRankRows":
         """The same predictor padded with zeros to ``rank``: all experts of a module must have equal sizes."""
         a = torch.cat((self.a, quantize(torch.zeros(rank - self.rank, self.hidden), self.weights)))
         one = row_bytes(self.weights, 1)
@@ -216,7 +214,7 @@ class LowRankRows(LowRank):
     @staticmethod
     def from_rows(
         tensors: dict[str, torch.Tensor], weights: str, hidden: int, threshold: float, card: PredictorCard | None
-    ) -> LowRankRows:
+    ) -> "LowRankRows":
         """Inverse of :meth:`tensors`. Raises ArtifactError if shapes or dtypes do not fit together."""
         rank, neurons, _ = _sizes(tensors)
         wanted = _of_rows(weights, rank, neurons, hidden)

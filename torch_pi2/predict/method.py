@@ -1,7 +1,5 @@
 """``SparseMethod``: how a layer chooses its neurons, as one Python class (docs/RESEARCH.md)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -66,7 +64,7 @@ class SparseMethod(Fitted):
     threshold: ClassVar[float] = 0.5
     rank: ClassVar[int] = 0
 
-    def fit(self, layer: LayerSamples) -> None:
+    def fit(self, layer: "LayerSamples") -> None:
         """Set what :meth:`select` needs, from the weights and calibration tokens of this copy's ``layer``."""
 
     def select(self, x_TH: torch.Tensor) -> torch.Tensor:
@@ -122,7 +120,7 @@ class SparseMethod(Fitted):
     @staticmethod
     def read(
         tensors: Mapping[str, torch.Tensor], entry: Field, threshold: float, card: PredictorCard | None
-    ) -> SparseMethod:
+    ) -> "SparseMethod":
         """A method from tensors and fields of a file; its ``__init__`` is not called. Raises ConfigError: not known."""
         kind, settings = find_method(entry.at("name").text(), files=False), entry.at("settings")
         if missing := [name for one in entry.at("tensors").items() if (name := one.text()) not in tensors]:
@@ -135,7 +133,7 @@ class SparseMethod(Fitted):
         return made
 
     @staticmethod
-    def of_cold(site: FFNSite, cold: torch.Tensor, method: Any, int8_activations: bool) -> Cold:
+    def of_cold(site: "FFNSite", cold: torch.Tensor, method: Any, int8_activations: bool) -> Cold:
         """A layer's part: the method itself. Raises ConfigError: there is none."""
         if not isinstance(method, SparseMethod):
             fix = "Pass predictors=torch_pi2.fit(model, text, method=...), or plan without them."
@@ -168,7 +166,7 @@ class InputMethod(Fitted):
     threshold: float = 0.0
     scale_K: torch.Tensor | None = None
 
-    def fit(self, linear: LinearSamples) -> None:
+    def fit(self, linear: "LinearSamples") -> None:
         """Set :attr:`threshold` (and :attr:`scale_K`), or what :meth:`select` needs, for this copy's layer."""
 
     def select(self, x_TK: torch.Tensor) -> torch.Tensor | None:

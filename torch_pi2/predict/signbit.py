@@ -1,7 +1,5 @@
 """The sign-bit predictor of SparseInfer (arXiv 2411.12692): no training, one bit per gate weight."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -53,7 +51,7 @@ class SignBit:
         self.signs, self.hidden, self.margin, self.card = signs, hidden, margin, card
 
     @staticmethod
-    def from_weights(gate: torch.Tensor) -> SignBit:
+    def from_weights(gate: torch.Tensor) -> "SignBit":
         """From the gate of a gated FFN, or the up matrix of a plain one, ``[I, H]``; margin 1."""
         return SignBit(pack_signs(gate.detach()), gate.shape[1])
 
@@ -62,7 +60,7 @@ class SignBit:
         """``agreeing >= margin * (H - agreeing)`` as a threshold on ``agreeing``, slightly below a whole number."""
         return self.margin / (1 + self.margin) * self.hidden - 1e-3
 
-    def at_threshold(self, threshold: float) -> SignBit:
+    def at_threshold(self, threshold: float) -> "SignBit":
         """A copy that predicts neurons with ``threshold`` or more agreeing products."""
         needed = min(self.hidden, math.ceil(threshold))
         # Half a place below the count that must still pass, so that rounding cannot exclude it.
@@ -93,7 +91,7 @@ class SignBit:
         return {}
 
     @classmethod
-    def read(cls, tensors: Mapping, entry: Field, threshold: float, card: PredictorCard | None) -> SignBit:
+    def read(cls, tensors: Mapping, entry: Field, threshold: float, card: PredictorCard | None) -> "SignBit":
         """:meth:`from_tensors`, where the threshold is."""
         return cls.from_tensors(tensors, card)
 
@@ -106,7 +104,7 @@ class SignBit:
         return Cold("signbit", {"signs": found["signs"][cold].contiguous()}, cut=float(found["margin"]))
 
     @staticmethod
-    def from_tensors(tensors: Mapping[str, torch.Tensor], card: PredictorCard | None) -> SignBit:
+    def from_tensors(tensors: Mapping[str, torch.Tensor], card: PredictorCard | None) -> "SignBit":
         """Inverse of :meth:`tensors`. Raises ArtifactError if they do not fit together."""
         signs, hidden, margin = (tensors.get(name, torch.empty(0)) for name in SignBit.tensor_names)
         numbers = hidden.numel() == margin.numel() == 1 and not hidden.is_floating_point()

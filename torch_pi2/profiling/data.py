@@ -4,8 +4,6 @@ The profile's batch frequencies (how likely a neuron fires for at least one of k
 over rows, and neighbouring text would make them too low.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,7 +49,7 @@ class Batch:
         """Real tokens (padding excluded), 0 if unknown."""
         return 0 if self.mask_BT is None else int(self.mask_BT.sum())
 
-    def on_the_cpu(self) -> Batch:
+    def on_the_cpu(self) -> "Batch":
         fields = (self.input_ids, self.mask_BT, self.args, self.kwargs)
         return Batch(*tree_map_only(torch.Tensor, torch.Tensor.cpu, fields))
 

@@ -4,8 +4,6 @@ The model is neither changed nor traced. Matmuls are recognised by their weight
 (:class:`torch_pi2.graph.dispatch.MatmulIndex`). A sink gets one FFN call at a time, so memory stays bounded.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -117,7 +115,7 @@ class RoutedRecorder:
         self._hooks = ExitStack()
         self.batch: Batch | None = None
 
-    def __enter__(self) -> RoutedRecorder:
+    def __enter__(self) -> "RoutedRecorder":
         for block in self._blocks:
             module = self._model.get_submodule(block.name)
             self._hooks.enter_context(module.register_forward_hook(self._watch(block), with_kwargs=True))

@@ -1,7 +1,5 @@
 """``profile`` measures :class:`ActivationStats` on calibration data; ``gather_inputs`` measures inputs of layers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any

@@ -1,7 +1,5 @@
 """Training samples for predictors: FFN inputs and fired neurons of a bounded uniform sample of tokens."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil
@@ -45,7 +43,7 @@ class Samples:
         """``[n, I]`` bool."""
         return unpack_bits(self.fired_bits if rows is None else self.fired_bits[rows], self.intermediate)
 
-    def split(self, held_back: float) -> tuple[Samples, Samples]:
+    def split(self, held_back: float) -> "tuple[Samples, Samples]":
         """``(fitting part, held-back part)``; the latter is the last ``held_back`` share of the tokens."""
         cut = max(1, min(len(self) - 1, round(len(self) * (1 - held_back))))
         halves = (slice(cut), slice(cut, None))

@@ -4,8 +4,6 @@ Files are split by a hash of their *relative path*, so a file that is held out u
 a training set made with another. Held-out files do not include test suites, which are not installed everywhere.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import sysconfig

@@ -1,7 +1,5 @@
 """Rewriting an eager model: checking, making and installing its sparse layers, and restoring the dense ones."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """``Config``: every setting of ``optimize``, each labelled lossless or lossy."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase

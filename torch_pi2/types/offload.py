@@ -1,7 +1,5 @@
 """``OffloadConfig``: how neurons are read from storage and kept in memory; ``Budget``: how memory is divided."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -155,7 +153,7 @@ class Budget:
         """The budget below which one token's neurons do not fit: an LRU cache then hits almost nothing."""
         return self.smallest + self.in_slots(self.token)
 
-    def with_total(self, total: int, folder: Path) -> Budget:
+    def with_total(self, total: int, folder: Path) -> "Budget":
         """The same parts, with the rest of ``total`` as the cache. Raises ConfigError: they do not fit."""
         left = total - self.smallest
         if left < 0:

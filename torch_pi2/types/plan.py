@@ -9,8 +9,6 @@ and a *hardware plan*: threads, cache sizes, I/O patterns, and a graph per batch
 batch size. docs/PLAN.md has the format.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import weakref
@@ -89,10 +87,10 @@ class Plan:
     layers: list[LayerPlan]
     model_hash: str
     made_by: dict[str, Any] = field(default_factory=dict)
-    hardware: HardwarePlan | None = None
+    hardware: "HardwarePlan | None" = None
     _model: weakref.ref[nn.Module] | None = field(default=None, init=False, repr=False, compare=False)
 
-    def bind(self, model: nn.Module) -> Plan:
+    def bind(self, model: nn.Module) -> "Plan":
         """Remember ``model`` (weakly); returns itself. Raises StaleArtifactError: ``model`` has other FFN weights."""
         self.check_model(model)
         self._model = weakref.ref(model)
@@ -167,7 +165,7 @@ class Plan:
             atomic_write(Path(folder) / name, content)
 
     @staticmethod
-    def load(folder: str | Path) -> Plan:
+    def load(folder: str | Path) -> "Plan":
         """Read what :meth:`save` wrote. Raises ArtifactError: missing, damaged or mismatched files.
 
         A neuron store has its plan inside (:mod:`torch_pi2.store.parts`), without such files.
@@ -180,7 +178,7 @@ class Plan:
         return plan
 
     @staticmethod
-    def from_json(text: str | bytes, orders: dict[str, torch.Tensor], where: str, beside: str = "") -> Plan:
+    def from_json(text: str | bytes, orders: dict[str, torch.Tensor], where: str, beside: str = "") -> "Plan":
         """Inverse of :meth:`to_json` and :attr:`orders`, from ``where`` and ``beside``. Raises as :meth:`load`."""
         beside = beside or where
         found = Field(parse_json(text, where, "torch_pi2.plan", *_VERSIONS), where, _FIX)
@@ -362,7 +360,7 @@ class HardwarePlan:
         return data
 
     @staticmethod
-    def from_json(data: Any, layers: Sequence[tuple[str, int, int]], where: str) -> HardwarePlan:
+    def from_json(data: Any, layers: Sequence[tuple[str, int, int]], where: str) -> "HardwarePlan":
         """Inverse of :meth:`to_json`; ``layers``: key, ``n_hot``, neurons. Raises ArtifactError: wrong fields."""
         if isinstance(data, dict):  # older plans have "passes", and "chunk_tokens" for prompts
             data = {name: value for name, value in data.items() if name != "passes"}

@@ -5,8 +5,6 @@ machines, added in the order of chunks, have the bits of one machine. Alternativ
 stages of a pipeline: then a machine has all chunks of a layer, or none.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -143,7 +141,7 @@ class Shard:
         return json.dumps({"rank": self.rank, "ranks": self.ranks, "layers": layers})
 
     @staticmethod
-    def from_json(field: Field) -> Shard:
+    def from_json(field: Field) -> "Shard":
         """Inverse of :meth:`to_json`. Raises ``field.error``: invalid."""
         field.names(("rank", "ranks", "layers"))
         ranks = field.at("ranks").whole(2, MOST_RANKS)

@@ -6,8 +6,6 @@ Shape suffixes in the whole package: ``T`` tokens, ``H`` hidden size, ``I`` inte
 neuron (3 gated: gate, up, down; 2 plain: up, down), ``C`` cold neurons, ``r`` predictor rank.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -158,7 +156,7 @@ class FFNSite:
         """Whether up is computed first, and decides for each neuron whether gate and down are computed."""
         return second(self.activation)
 
-    def swapped(self) -> FFNSite:
+    def swapped(self) -> "FFNSite":
         """The same layer with gate and up exchanged. The activation must not need all gates at once."""
         assert self.gate is not None
         return replace(self, gate=self.up, up=self.gate, activation=swapped(self.activation))
@@ -199,7 +197,7 @@ class FFNSite:
         return data
 
     @staticmethod
-    def from_json(data: Any, where: str = "site") -> FFNSite:
+    def from_json(data: Any, where: str = "site") -> "FFNSite":
         """Inverse of :meth:`to_json`. Raises ArtifactError, naming ``where``, for invalid data."""
         site = Field(data, where, "Make the plan again.")
         made: FFNSite = site.take(FFNSite)

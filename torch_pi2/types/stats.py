@@ -3,8 +3,6 @@
 Counts are exact int64. No activations are stored: only counts and sums.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -269,7 +267,7 @@ class ActivationStats:
         return path
 
     @staticmethod
-    def load(path: str | Path, *, model_hash: str | None = None) -> ActivationStats:
+    def load(path: str | Path, *, model_hash: str | None = None) -> "ActivationStats":
         """Read what :meth:`save` wrote. Raises ArtifactError: missing, damaged, of another version. StaleArtifactError:
         made from other weights than ``model_hash`` (from :func:`torch_pi2.types.plan.weights_hash`).
         """
@@ -280,7 +278,7 @@ class ActivationStats:
     @staticmethod
     def from_tensors(
         tensors: Mapping[str, torch.Tensor], meta: Mapping[str, str], where: Path | str, *, model_hash: str | None
-    ) -> ActivationStats:
+    ) -> "ActivationStats":
         """Statistics from the tensors and metadata of the file ``where``. Raises as :meth:`load`."""
         check_stats_artifact(where, meta, model_hash)
         found = parse_layers(meta, where)
@@ -350,7 +348,7 @@ class LossCurve:
     loss_curve: tuple[LossPoint, ...]
 
     @staticmethod
-    def of(made_by: Mapping[str, Any], where: str) -> LossCurve | None:
+    def of(made_by: Mapping[str, Any], where: str) -> "LossCurve | None":
         """The curve in ``made_by`` of ``where``; None: there was no budget. Raises ArtifactError: damaged."""
         if not made_by.get("loss_curve"):
             return None

@@ -2,8 +2,6 @@
 run on one machine. Unmeasured values are None, with the reason in ``not_measured``.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -80,7 +78,7 @@ class Verdict:
         atomic_write(Path(folder) / VERDICT_FILE, json_text(FORMAT, VERSION, to_json(self)) + "\n")
 
     @classmethod
-    def load(cls, folder: str | Path, model_hash: str | None = None) -> Verdict:
+    def load(cls, folder: str | Path, model_hash: str | None = None) -> "Verdict":
         """Inverse of :meth:`save`. Raises ArtifactError: missing or damaged. StaleArtifactError: of other weights."""
         path = Path(folder) / VERDICT_FILE
         data = read_json(path, FORMAT, VERSION)
@@ -92,7 +90,7 @@ class Verdict:
         return found
 
     @classmethod
-    def find(cls, folder: str | Path, model_hash: str | None = None) -> Verdict | None:
+    def find(cls, folder: str | Path, model_hash: str | None = None) -> "Verdict | None":
         """Like :meth:`load`, but None if there is no such file."""
         return cls.load(folder, model_hash) if os.path.lexists(Path(folder) / VERDICT_FILE) else None
 

@@ -16,8 +16,6 @@ A neuron's rows lie together (``neuron_rows [I, R, H]``), so that a neuron is on
 rather than masked, as a warp waits for its slowest thread.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

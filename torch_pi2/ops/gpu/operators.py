@@ -7,8 +7,6 @@ written (their addresses come from a sum of loaded values), and copy them in eac
 measured, as it is for feed-forward layers (:func:`products_from`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
