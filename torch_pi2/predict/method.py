@@ -127,6 +127,7 @@ class SparseMethod(Fitted):
             entry.at("tensors").wrong("tensors of the file", missing[0])
         if taken := kind.taken({**settings.names(allowed=None), **tensors}):
             settings.wrong("names that the class does not use", taken)
+        settings.at("scope", kind.scope).text(("token", "prompt"))
         made: SparseMethod = object.__new__(kind)
         vars(made).update(settings.value, **tensors)
         made.card = card

@@ -110,7 +110,7 @@ class Fitted:
     @classmethod
     def taken(cls, attributes: Mapping[str, Any]) -> str | None:
         """The first of ``attributes`` with the name of one of the class's methods, which it would hide; or None."""
-        return next((name for name in attributes if callable(getattr(cls, name, None)) or name == "scope"), None)
+        return next((name for name in attributes if callable(getattr(cls, name, None))), None)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The attributes that are tensors, by name."""
