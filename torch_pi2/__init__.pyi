@@ -29,8 +29,6 @@ from torch_pi2.errors import Pi2Error as Pi2Error
 from torch_pi2.export.api import export as export
 from torch_pi2.export.program import export_program as export_program
 from torch_pi2.export.run import Bundle as Bundle
-from torch_pi2.fitting.custom import LayerSamples as LayerSamples
-from torch_pi2.fitting.custom import LinearSamples as LinearSamples
 from torch_pi2.graph.dispatch import NeuronClusterMode as NeuronClusterMode
 from torch_pi2.graph.dispatch import trying as trying
 from torch_pi2.graph.find import find_sites as find_sites
@@ -49,6 +47,8 @@ from torch_pi2.planner.zeros import zeros as zeros
 from torch_pi2.predict.method import InputMethod as InputMethod
 from torch_pi2.predict.method import SparseMethod as SparseMethod
 from torch_pi2.predict.method import register_method as register_method
+from torch_pi2.predict.samples import LayerSamples as LayerSamples
+from torch_pi2.predict.samples import LinearSamples as LinearSamples
 from torch_pi2.training.sparsify import sparsify as sparsify
 from torch_pi2.types.config import Config as Config
 from torch_pi2.types.offload import OffloadConfig as OffloadConfig

@@ -140,6 +140,11 @@ def has_sparse_layers(model: nn.Module) -> bool:
     return any(getattr(part, "is_sparse_layer", False) for part in model.modules())
 
 
+def is_input_sparse(model: nn.Module) -> bool:
+    """Whether an ``InputMethod`` chooses the input channels of linear layers of ``model``, likewise."""
+    return any(getattr(part, "is_input_sparse", False) for part in model.modules())
+
+
 def refuse_global_hooks(what: str) -> None:
     """Raises ConfigError, about ``what``: PyTorch has global hooks around every module's forward."""
     common = nn.modules.module

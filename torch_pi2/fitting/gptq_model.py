@@ -18,9 +18,9 @@ from torch_pi2.base.modules import evaluating
 from torch_pi2.base.progress import bar, log
 from torch_pi2.errors import CalibrationError, UnsupportedModelError
 from torch_pi2.fitting.gptq import Moments, Solver
-from torch_pi2.graph.routed import Routed, intermediate, modules_of
+from torch_pi2.graph.routed import Routed, modules_of
 from torch_pi2.profiling.data import MIN_TOKENS, Batch
-from torch_pi2.types.site import FFNSite, FFNWeights
+from torch_pi2.types.site import FFNSite, FFNWeights, intermediate
 
 #: Maximum bytes of activations; sequences beyond that are left out.
 _MOST_BYTES = 2 << 30

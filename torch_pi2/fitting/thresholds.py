@@ -25,14 +25,13 @@ from torch_pi2.base.progress import bar, log
 from torch_pi2.errors import CalibrationError, ConfigError
 from torch_pi2.fitting.loss import causal_lm_loss, divergences, mean_loss
 from torch_pi2.graph.dispatch import PredictedMaskMode
-from torch_pi2.graph.routed import intermediate
 from torch_pi2.ops.activations import exact_zeros, on_up
 from torch_pi2.profiling.data import Batch, at_most, evenly, split
 from torch_pi2.profiling.recorder import Firing, record
 from torch_pi2.profiling.run import profile
 from torch_pi2.types.config import Config
 from torch_pi2.types.method import PREDICTED
-from torch_pi2.types.site import FFNSite
+from torch_pi2.types.site import FFNSite, intermediate
 from torch_pi2.types.stats import LossCurve, LossPoint
 
 #: Tokens on which up is measured; minimum scale relative to the layer's mean, so that thresholds stay finite.

@@ -10,11 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from torch_pi2.errors import CalibrationError, ConfigError
-from torch_pi2.graph.routed import intermediate
 from torch_pi2.predict.lowrank import ALWAYS
 from torch_pi2.profiling.samples import Samples
 from torch_pi2.types.method import Predictor, PredictorCard
-from torch_pi2.types.site import FFNSite, FFNWeights
+from torch_pi2.types.site import FFNSite, FFNWeights, intermediate
 
 #: Minimum tokens to train on; tokens per batch; peak learning rate.
 MIN_SAMPLES, _BATCH, _RATE = 64, 256, 1e-2

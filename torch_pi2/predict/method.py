@@ -1,18 +1,16 @@
 """``SparseMethod``: how a layer chooses its neurons, as one Python class (docs/RESEARCH.md)."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
 from torch_pi2.base.fields import Field, checked
 from torch_pi2.errors import ConfigError
 from torch_pi2.predict.cold import Cold
+from torch_pi2.predict.samples import LayerSamples, LinearSamples
 from torch_pi2.types.method import Fitted, Method, PredictorCard, find_method, plugins
-
-if TYPE_CHECKING:
-    from torch_pi2.fitting.custom import LayerSamples, LinearSamples
-    from torch_pi2.types.site import FFNSite
+from torch_pi2.types.site import FFNSite
 
 
 class SparseMethod(Fitted):
@@ -64,7 +62,7 @@ class SparseMethod(Fitted):
     threshold: ClassVar[float] = 0.5
     rank: ClassVar[int] = 0
 
-    def fit(self, layer: "LayerSamples") -> None:
+    def fit(self, layer: LayerSamples) -> None:
         """Set what :meth:`select` needs, from the weights and calibration tokens of this copy's ``layer``."""
 
     def select(self, x_TH: torch.Tensor) -> torch.Tensor:
@@ -111,7 +109,7 @@ class SparseMethod(Fitted):
 
     def fields(self) -> dict[str, Any]:
         """JSON fields in a file. Raises ConfigError: it has no name, or :meth:`settings`."""
-        if plugins.find(self.name) is not type(self):
+        if plugins.find(self.name, files=False) is not type(self):
             fix = "Give the class a name, and decorate it with torch_pi2.register_method."
             what = f"saving method {type(self).__name__}"
             raise ConfigError(what, expected="a registered class", found="another", fix=fix)
@@ -134,7 +132,7 @@ class SparseMethod(Fitted):
         return made
 
     @staticmethod
-    def of_cold(site: "FFNSite", cold: torch.Tensor, method: Any, int8_activations: bool) -> Cold:
+    def of_cold(site: FFNSite, cold: torch.Tensor, method: Any, int8_activations: bool) -> Cold:
         """A layer's part: the method itself. Raises ConfigError: there is none."""
         if not isinstance(method, SparseMethod):
             fix = "Pass predictors=torch_pi2.fit(model, text, method=...), or plan without them."
@@ -167,7 +165,7 @@ class InputMethod(Fitted):
     threshold: float = 0.0
     scale_K: torch.Tensor | None = None
 
-    def fit(self, linear: "LinearSamples") -> None:
+    def fit(self, linear: LinearSamples) -> None:
         """Set :attr:`threshold` (and :attr:`scale_K`), or what :meth:`select` needs, for this copy's layer."""
 
     def select(self, x_TK: torch.Tensor) -> torch.Tensor | None:

@@ -21,10 +21,10 @@ from torch_pi2.base.modules import evaluating
 from torch_pi2.base.progress import bar
 from torch_pi2.errors import CalibrationError, ConfigError, NonFiniteError, UnsupportedModelError
 from torch_pi2.graph.dispatch import MatmulIndex
-from torch_pi2.graph.routed import Routed, fired_scores, intermediate, modules_of, products
+from torch_pi2.graph.routed import Routed, modules_of
 from torch_pi2.ops.activations import ACTIVATIONS
 from torch_pi2.profiling.data import MIN_TOKENS, Batch, check_ids
-from torch_pi2.types.site import FFNSite, check_weights
+from torch_pi2.types.site import FFNSite, check_weights, fired_scores, intermediate, products
 from torch_pi2.types.stats import Reservoir
 
 

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.base.modules import evaluating, has_sparse_layers
+from torch_pi2.base.modules import evaluating, has_sparse_layers, is_input_sparse
 from torch_pi2.base.progress import bar
 from torch_pi2.errors import ConfigError, UnsupportedModelError
-from torch_pi2.fitting.custom import LinearSamples
 from torch_pi2.layers.inputs import InputSparseLinear
 from torch_pi2.predict.method import InputMethod
+from torch_pi2.predict.samples import LinearSamples
 from torch_pi2.profiling.data import Batch
 from torch_pi2.rewrite.install import replace_modules
 from torch_pi2.rewrite.linears import find_linears
@@ -68,7 +68,3 @@ def _inputs(model: nn.Module, data: list[Batch], linears: dict[str, nn.Linear]) 
             if tokens >= _TOKENS:
                 break
     return {name: torch.cat(parts) for name, parts in found.items() if parts}
-
-
-def is_input_sparse(model: nn.Module) -> bool:
-    return any(getattr(module, "is_input_sparse", False) for module in model.modules())

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torch_pi2.base.fields import argument
-from torch_pi2.base.modules import fresh_settings, has_sparse_layers, refuse_global_hooks
+from torch_pi2.base.modules import fresh_settings, has_sparse_layers, is_input_sparse, refuse_global_hooks
 from torch_pi2.base.progress import bar, log
 from torch_pi2.errors import CalibrationError, UnsupportedModelError
 from torch_pi2.fitting.gptq_model import ROLES, calibrated_rows, neuron_key, warn_rounded
@@ -122,7 +122,7 @@ def restore(model: nn.Module) -> nn.Module:
     ConfigError: something is quantised, or neurons are on a GPU; nothing is changed then.
     """
     refuse_split(model, "restoring")
-    if any(getattr(module, "is_input_sparse", False) for module in model.modules()):
+    if is_input_sparse(model):
         found, fix = "linear layers with sparse inputs, whose dense weights are gone", "Load the model again."
         argument(model, f"restoring {type(model).__name__}", fix).wrong("layers that keep their weights", found)
     for name, module in model.named_modules():

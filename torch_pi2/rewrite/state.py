@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from torch_pi2.base.fields import argument
+from torch_pi2.base.modules import is_input_sparse
 from torch_pi2.distributed.group import Group
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.of_model import SparseLayer, homes, is_changed
@@ -120,7 +121,7 @@ if TYPE_CHECKING:
 def get_state(model: nn.Module) -> SparseState:
     """The state of an optimised model. Raises ConfigError if it is dense."""
     parts = ModelState.of(model)
-    if not isinstance(parts, SparseState) and any(getattr(m, "is_input_sparse", False) for m in model.modules()):
+    if not isinstance(parts, SparseState) and is_input_sparse(model):
         fix = "Make it again from the dense model: an InputMethod is for trying an idea in memory."
         what = argument(model, type(model).__name__, fix)
         what.wrong("feed-forward layers that torch_pi2.optimize has rewritten", "linear layers with sparse inputs")

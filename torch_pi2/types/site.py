@@ -285,3 +285,35 @@ def dense_reference(site: FFNSite, weights: FFNWeights, x: torch.Tensor) -> torc
     h = apply_formula(formula, streams)
     h = F.rms_norm(h, (site.intermediate,), weights.bias_up, eps) if eps else h
     return F.linear(h, weights.down, weights.bias_down)
+
+
+def products(weights: FFNWeights, x_TH: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What the gate and up matmuls of an expert make ``[T, I]``, by role, in the dtype of its weights."""
+    up = {"up": F.linear(x_TH, weights.up, weights.bias_up)}
+    return up if weights.gate is None else {"gate": F.linear(x_TH, weights.gate, weights.bias_gate)} | up
+
+
+def first_products(site: FFNSite, weights: FFNWeights, x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gate ``[T, I]`` float32 of an expert (up, if it has none), and up if the activation is applied to it as well."""
+    if weights.gate is None:
+        return F.linear(x_TH, weights.up, weights.bias_up).float(), None
+    gate_TI = F.linear(x_TH, weights.gate, weights.bias_gate).float()
+    return gate_TI, F.linear(x_TH, weights.up, weights.bias_up).float() if site.activation_on_up else None
+
+
+def fired_scores(site: FFNSite, weights: FFNWeights, x_TH: torch.Tensor) -> torch.Tensor:
+    """``[T, I]`` float32 magnitudes that decide whether a neuron fires, as for other layers."""
+    gate_TI, up_TI = first_products(site, weights, x_TH)
+    act = ACTIVATIONS[site.activation]
+    score_TI = act(gate_TI)
+    return (score_TI if up_TI is None else score_TI * act(up_TI)).abs()
+
+
+def intermediate(site: FFNSite, weights: FFNWeights, x_NH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """An expert's gate as in :func:`first_products`, and the input of its down matrix: ``[N, I]`` float32."""
+    gate_NI, up_NI = first_products(site, weights, x_NH)
+    h_NI = ACTIVATIONS[site.activation](gate_NI)
+    if site.gated:
+        up_NI = F.linear(x_NH, weights.up, weights.bias_up).float() if up_NI is None else up_NI
+        h_NI = h_NI * on_up(site.activation, site.activation_on_up)(up_NI)
+    return gate_NI, h_NI
