@@ -2,6 +2,7 @@
 
 from torch_pi2.api import fit as fit
 from torch_pi2.api import optimize as optimize
+from torch_pi2.api import optimize_quantized as optimize_quantized
 from torch_pi2.api import plan as plan
 from torch_pi2.api import profile as profile
 from torch_pi2.api import quantize_ as quantize_

@@ -8,9 +8,12 @@ Each has a CLI verb of the same name.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any, TypeVar
 
 import torch
@@ -21,6 +24,9 @@ from torch_pi2.base.fields import checked
 from torch_pi2.base.memory import is_mapped
 from torch_pi2.base.modules import evaluating, fresh_settings
 from torch_pi2.base.progress import log
+from torch_pi2.checkpoint.gguf.importing import cached_import, import_gguf
+from torch_pi2.checkpoint.importing import ImportReport, import_quantized
+from torch_pi2.checkpoint.save_load import load_dense
 from torch_pi2.decode import hf_generate
 from torch_pi2.decode.plan_controller import follow
 from torch_pi2.errors import CalibrationError, ConfigError, DtypeError, StaleArtifactError, check_choice
@@ -50,6 +56,8 @@ from torch_pi2.rewrite.rewrite import apply, replaceable
 from torch_pi2.rewrite.rewrite import restore as restore_modules
 from torch_pi2.rewrite.skeleton import on_meta
 from torch_pi2.rewrite.state import ModelState, SparseState, get_state
+from torch_pi2.store.folder import check_replaceable, check_separate
+from torch_pi2.store.gguf import gguf_in
 from torch_pi2.types.config import Config, check_patterns, configured, method_for
 from torch_pi2.types.method import LOSSY, PREDICTED, Method
 from torch_pi2.types.plan import Plan, lossy_methods, weights_hash
@@ -298,6 +306,68 @@ def _plan(model: nn.Module, found: Found, stats: ActivationStats, predictors: Ma
 
 @checked
 @fresh_settings()
+def optimize_quantized(
+    source: str | Path,
+    folder: str | Path,
+    calibration: Any = None,
+    config: Config | None = None,
+    *,
+    tokenizer: Any = None,
+    stats: ActivationStats | None = None,
+    predictors: Mapping[str, AnyPredictor] | None = None,
+    progress: bool = False,
+    **fields: Annotated[Any, Config],
+) -> ImportReport:
+    """Make a quantised model sparse, and write it to ``folder``; :func:`torch_pi2.load` and ``pack`` take that.
+
+    The model is profiled and fitted to with its dequantised weights in bfloat16, which are in memory meanwhile. Rows of
+    gate and up, of attention and of the embedding are then kept bit for bit as by :func:`torch_pi2.import_gguf` with
+    ``neurons="all"``; columns of down, which files store across neurons, are rounded to int8. Layers in which choosing
+    neurons does not pay keep all their rows.
+
+    Args:
+        source: a GGUF file, or a folder that :func:`torch_pi2.import_quantized` takes.
+        calibration, config, tokenizer, stats, predictors, progress, fields: as for :func:`optimize`; the tokenizer is
+            by default the model's own. ``weights`` and ``activations`` are the file's.
+
+    Raises:
+        Pi2Error: as :func:`optimize` and the imports do. ConfigError: ``weights`` or ``quantization``, an
+            ``InputMethod``.
+    """
+    config = configured(config, fields)
+    given = {name: getattr(config, name) for name in ("weights", "quantization", "activations")}
+    if changed := [f"{name}={y}" for name, y in given.items() if y != getattr(Config(), name)]:
+        what, fix = f"optimize_quantized({', '.join(changed)})", "Leave it out."
+        raise ConfigError(what, expected="the weights of the file", found="others", fix=fix)
+    if isinstance(config._custom, InputMethod):
+        expected, fix = "a SparseMethod", "Optimise torch_pi2.load_dense(folder of an import) in memory."
+        raise ConfigError("optimize_quantized(method=...)", expected=expected, found="an InputMethod", fix=fix)
+    load_library()
+    file, folder = gguf_in(source), Path(folder)
+    check_separate("optimize_quantized", Path(source), folder)
+    check_replaceable(folder)
+    with ExitStack() as stack:
+        if file is not None:
+            imported = cached_import(file, packed=False, progress=progress)
+        else:
+            beside = folder.resolve().parent
+            imported = Path(stack.enter_context(TemporaryDirectory(dir=beside))) / "imported"
+            import_quantized(source, imported, progress=progress)
+        model = load_dense(imported, dtype=torch.bfloat16)
+    data = None if calibration is None else calibration_batches(model, calibration, tokenizer, config, MIN_TOKENS)
+    if data is None and stats is None:
+        fix = "Pass calibration=text; without it, torch_pi2.import_gguf keeps exact zeros."
+        raise CalibrationError("optimize_quantized", expected="calibration data", found="none", fix=fix)
+    found, _ = replaceable(model, _search(model, data))
+    parts = _decided(model, data, found, config, stats, predictors, progress)
+    del model
+    write: Any = partial(import_quantized, source) if file is None else partial(import_gguf, file)
+    report: ImportReport = write(folder, parts=parts, progress=progress)
+    return report
+
+
+@checked
+@fresh_settings()
 def optimize(
     model: Model,
     calibration: Any = None,
@@ -400,6 +470,22 @@ def _optimize(
         sparsify_inputs(model, data, config._custom, config.weights, progress)
         return
     found, strategies = replaceable(model, _search(model, data, sites=sites))
+    parts = _decided(model, data, found, config, stats, predictors, progress)
+    apply(model, parts, progress, config, data, strategies)
+    hf_generate.attach(model)
+    _say_lossy(get_state(model), config)
+
+
+def _decided(
+    model: nn.Module,
+    data: list[Batch] | None,
+    found: Found,
+    config: Config,
+    stats: ActivationStats | None,
+    predictors: Mapping | None,
+    progress: bool,
+) -> SparseState:
+    """Plan, predictors and statistics of the dense ``model``; the last two are made unless given."""
     if stats is None:
         assert data is not None
         stats = _profile(model, data, found.sites, config, progress)
@@ -413,10 +499,7 @@ def _optimize(
             raise CalibrationError(f"optimize(method='{config.method}')", expected=expected, found="neither", fix=fix)
         predictors = _fit(model, data, found.sites, stats, config, progress)
     fitted = predictors if isinstance(predictors, FittedPredictors) else FittedPredictors(predictors or {})
-    made = _plan(model, found, stats, fitted, config)
-    apply(model, SparseState(made, fitted, stats), progress, config, data, strategies)
-    hf_generate.attach(model)
-    _say_lossy(get_state(model), config)
+    return SparseState(_plan(model, found, stats, fitted, config), fitted, stats)
 
 
 def _say_lossy(parts: SparseState, config: Config) -> None:

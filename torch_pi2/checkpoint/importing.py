@@ -3,7 +3,7 @@
 import json
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.checkpoint.foreign import QuantizedCheckpoint
 from torch_pi2.checkpoint.quantize import copy_small_files, new_plan, other_linears
 from torch_pi2.checkpoint.stored import PackedSource, Stored, bound_plan
-from torch_pi2.checkpoint.weights_writer import Quantizer, QuantizeReport, row_chunks, update_digest
+from torch_pi2.checkpoint.weights_writer import NO_HASH, Quantizer, QuantizeReport, row_chunks, update_digest
 from torch_pi2.errors import UnsupportedModelError, check_choice
 from torch_pi2.formats import FORMATS, IMPORT_NEURONS, PAIRS, QUANTIZED, formats_of
 from torch_pi2.graph.find import Found, search
@@ -30,11 +30,14 @@ from torch_pi2.ops.activations import exact_zeros
 from torch_pi2.ops.constants import wants_blocks
 from torch_pi2.ops.linear import to_blocks
 from torch_pi2.ops.quantized import RelativeError
+from torch_pi2.predict.file import save_predictors
 from torch_pi2.rewrite.skeleton import on_meta, skeleton
+from torch_pi2.rewrite.state import SparseState
 from torch_pi2.store.folder import PI2_FOLDER, check_replaceable, check_separate, declare, read_config
 from torch_pi2.store.source import ExpertMatrix
 from torch_pi2.store.trust import has_tokenizer
 from torch_pi2.store.weights import WEIGHTS_FILE
+from torch_pi2.types.method import Method
 from torch_pi2.types.plan import Plan
 from torch_pi2.types.site import FFNSite, LinearRef
 
@@ -67,7 +70,12 @@ class ImportReport(QuantizeReport):
 @fresh_settings()
 @quiet_imports()
 def import_quantized(
-    folder_in: str | Path, folder_out: str | Path, *, neurons: str = "auto", progress: bool = False
+    folder_in: str | Path,
+    folder_out: str | Path,
+    *,
+    neurons: str = "auto",
+    parts: SparseState | None = None,
+    progress: bool = False,
 ) -> ImportReport:
     """Write the quantised checkpoint in ``folder_in`` to ``folder_out``, in the form that :func:`torch_pi2.load` reads.
 
@@ -79,7 +87,7 @@ def import_quantized(
     other settings that change numbers (docs/GGUF.md) are refused.
 
     Args:
-        neurons: as for :func:`torch_pi2.import_gguf`.
+        neurons, parts: as for :func:`torch_pi2.import_gguf`.
 
     Raises:
         UnsupportedModelError: an unsupported method, setting or tensor. ArtifactError: damage, or ``folder_out`` cannot
@@ -97,21 +105,31 @@ def import_quantized(
         config = read_config(staging)
         config.pop("quantization_config", None)
         atomic_write(staging / "config.json", json.dumps(config, indent=2))
-        report = write_imported(checkpoint, staging, neurons, progress)
+        report = write_imported(checkpoint, staging, neurons, progress, parts=parts)
         report.tokenizer = "" if has_tokenizer(staging) else "the folder has none"
     report.seconds = time.perf_counter() - start
     return report
 
 
 def write_imported(
-    checkpoint: PackedSource, folder: Path, neurons: str, progress: bool, activations: str = "float"
+    checkpoint: PackedSource,
+    folder: Path,
+    neurons: str,
+    progress: bool,
+    activations: str = "float",
+    parts: SparseState | None = None,
 ) -> ImportReport:
     """Write ``pi2/`` into ``folder``, which has the configuration. Raises as :func:`torch_pi2.import_gguf`."""
     (folder / PI2_FOLDER).mkdir()
     built = skeleton(folder)
     empty = on_meta(built)
-    found = _found(empty, neurons) if neurons != "auto" or checkpoint.zeros else Found([], {})  # a search takes seconds
-    plan, stored = new_plan(found), Stored(built, checkpoint)
+    if parts is not None:  # layers that would be dense stay in their rows, which are smaller
+        chosen = [layer for layer in parts.plan.layers if layer.method != Method.DENSE or layer.site.experts]
+        plan, neurons = replace(parts.plan, layers=chosen, model_hash=NO_HASH), "all" if neurons == "auto" else neurons
+    else:
+        none = neurons == "auto" and not checkpoint.zeros  # a search takes seconds
+        plan = new_plan(Found([], {}) if none else _found(empty, neurons))
+    stored = Stored(built, checkpoint)
     strategies, dense = stored.place_layers(plan, needed=False)
     linears, embeddings = dict[str, int](), dict[str, int]()
     for name, linear in other_linears(empty, plan, strategies).items():
@@ -131,6 +149,10 @@ def write_imported(
     if activations != "float" and (linears or embeddings or plan.layers):
         plan.made_by["activations"] = activations
     plan.save(folder / PI2_FOLDER)
+    if parts is not None:
+        save_predictors(folder / PI2_FOLDER, parts.predictors, found_hash)
+        if parts.stats is not None:
+            replace(parts.stats, model_hash=found_hash).save(folder / PI2_FOLDER)
     declare(folder)
     report = ImportReport(**vars(made), types=dict(writer.kept), rounded=writer.rounded, neurons=len(plan.layers))
     report.weights = writer.neuron_formats
@@ -163,6 +185,8 @@ class _Importer(Quantizer):
         self._packed = checkpoint = cast(PackedSource, stored.checkpoint)
         self.kept: Counter[str] = Counter()
         self.rounded: dict[str, str] = {}
+        self._counted: set[tuple[str, str]] = set()
+        self._whole: tuple[Any, torch.Tensor] = None, torch.empty(0)  # rows of the matrix read last, out of order
         formats: dict[str, str] = {}
         super().__init__(stored, plan, strategies, linears, neurons, formats=formats, embeddings=embeddings)
         if neurons not in QUANTIZED:
@@ -242,13 +266,18 @@ class _Importer(Quantizer):
         rows_lie = (role != "down" or self._packed.by_neuron) and (not ref.transposed or ref.expert is not None)
         packed = self._packed.packed(stored)
         same = rows_lie and packed is not None and packed.kept and packed.format == kind
-        if first == 0:
+        if (site.key, role) not in self._counted:
+            self._counted.add((site.key, role))
             self._count(stored, stored, kind, same or kind == "tq2_0")  # ternary numbers stay as they are
         if packed is None or not same:
             return None
-        if ref.rows is not None and ref.expert is None:  # a part of a matrix; experts are single in the file
-            first += ref.rows[0]
-        return self._packed.own_rows(stored, first, first + len(neurons))
+        # a part of a matrix; experts are single in the file
+        start = ref.rows[0] if ref.rows is not None and ref.expert is None else 0
+        if bool((neurons == torch.arange(first, first + len(neurons))).all()):
+            return self._packed.own_rows(stored, start + first, start + first + len(neurons))
+        if self._whole[0] != (site.key, role):
+            self._whole = (site.key, role), self._packed.own_rows(stored, start, start + site.intermediate)
+        return self._whole[1][neurons]
 
     def _count(self, name: str, stored: str, to: str, kept: bool) -> None:
         """Record that matrix ``stored`` was written in format ``to``; kept: with its own integers."""

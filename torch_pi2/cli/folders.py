@@ -8,6 +8,7 @@ from typing import Any
 
 from torch_pi2.errors import ArtifactError
 from torch_pi2.export.manifest import MANIFEST_FILE
+from torch_pi2.store.folder import quantised_by, read_config
 from torch_pi2.store.gguf import SUFFIX, gguf_in
 from torch_pi2.store.storefile import STORE_FILE
 from torch_pi2.store.weights import WEIGHTS_FILE
@@ -54,6 +55,13 @@ def kind_of(folder: Path) -> str | None:
     return "shards" if found is None and any(folder.glob("rank-*-of-*")) else found
 
 
+def is_quantised(path: str | Path) -> bool:
+    """Whether ``path`` is a GGUF file, or a checkpoint that another tool has quantised."""
+    if (file := gguf_in(path)) is not None:
+        return file.is_file()
+    return kind_of(Path(path)) == "checkpoint" and bool(quantised_by(read_config(Path(path))))
+
+
 def check(args: argparse.Namespace, alone: bool = False) -> None:
     """Raise ArtifactError for a folder that another verb takes, or a path of nothing, which is no name on the Hub."""
     verb = getattr(args, "verb", None)
@@ -66,6 +74,8 @@ def check(args: argparse.Namespace, alone: bool = False) -> None:
     setattr(args, argument, paths if isinstance(given, list) else paths[0])
     for path in paths:
         kind = kind_of(Path(path))
+        if verb == "optimize" and is_quantised(path):
+            continue
         if not os.path.lexists(path) and (not _HUB.fullmatch(str(path)) or str(path).lower().endswith(SUFFIX)):
             expected = " or ".join(["a GGUF file"] * (verb in _TAKE_GGUF) + ["a folder"])
             raise ArtifactError(str(path), expected=expected, found="nothing of that name", fix="Check the name.")

@@ -1,7 +1,8 @@
 """Profile, fit, plan and rewrite a model, and write it as a Hugging Face folder with a pi2/ folder in it.
 
 The folder still loads as the ordinary dense model with transformers; `torch-pi2 generate` and
-torch_pi2.load() use its sparse form.
+torch_pi2.load() use its sparse form. MODEL may also be quantised, a GGUF file or what `import` takes:
+the folder then has its rows as they are, and runs with torch_pi2 alone.
 """
 
 import argparse
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_pi2.base.progress import phase
-from torch_pi2.cli import common, models, verdict
+from torch_pi2.cli import common, folders, models, verdict
 from torch_pi2.cli.processes import check_alone, end_of_group
 from torch_pi2.types.config import Config
 
@@ -42,6 +43,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     common.check_out(args.out)
     check_replaceable(args.out)
     check_separate("optimize", args.model, args.out)
+    if folders.is_quantised(args.model):
+        return _of_quantised(args)
     stats = models.load_stats(args.stats) if args.stats else None
     if args.predictors and stats is None:
         raise common.needs("--predictors", "--stats")
@@ -62,6 +65,39 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         verdict.keep(args.out, judged, args.model)
     errors = {name: asdict(error) for name, error in get_state(model).quantization.items()}
     return {"out": str(args.out), **describe(args.out), "weights": config.weights, "quantization": errors}
+
+
+def _of_quantised(args: argparse.Namespace) -> dict[str, Any]:
+    import torch_pi2
+    from torch_pi2.checkpoint.gguf.importing import cached_import
+    from torch_pi2.cli.inspect import describe
+    from torch_pi2.eval.verdict import judge, weight_bytes
+    from torch_pi2.store.gguf import gguf_in
+
+    for option in ("stats", "predictors", "hardware"):
+        if getattr(args, option) is not None:
+            raise common.excludes(f"--{option}", args.model, "a quantised model is optimised in one go")
+    source, file, config = args.model, gguf_in(args.model), common.config_of(args)
+    if file is not None:
+        args.model = str(cached_import(file, packed=False, progress=not args.quiet))
+    tokenizer = models.load_tokenizer(args)
+    text = common.text_of(args, tokenizer, config.calibration_tokens)
+    report = torch_pi2.optimize_quantized(source, args.out, text, config, tokenizer=tokenizer, progress=not args.quiet)
+    if not args.no_verdict:
+        phase(verdict.MEASURING)
+        given = {name: value for name, value in asdict(config).items() if value != getattr(Config(), name)}
+        missing = {"dense": "the folder that it was made of has quantised weights alone"}
+        why = (
+            missing
+            if file is None
+            else {"dense": found}
+            if (found := verdict.no_memory(weight_bytes(args.model)))
+            else {}
+        )
+        dense = None if why else torch_pi2.load(args.model)
+        about: Any = {"tokenizer": tokenizer, "made": [verdict.step("optimize", source, given)], "not_measured": why}
+        verdict.keep(args.out, judge(torch_pi2.load(args.out), dense, args.out, **about), source)
+    return {"out": str(args.out), **describe(args.out), "weights": report.weights, "quantization": {}}
 
 
 def render(result: dict[str, Any]) -> str:

@@ -35,6 +35,7 @@ from torch_pi2.layers.lazy import LazyDown
 from torch_pi2.layers.of_model import homes, replacements
 from torch_pi2.layers.prompt import chunks_of_prompt, single_steps
 from torch_pi2.ops.constants import constants
+from torch_pi2.profiling.data import last_token
 from torch_pi2.rewrite.state import ModelState, store_of
 
 #: Maximum tokens of :meth:`Decoder.verify`: from 12 on, layers with int8 activations may have other last bits.
@@ -449,7 +450,7 @@ class Decoder:
         first = self._adding or 0
         choices = choosing(self._kv.choices(slice(first, first + len(ids_BT)), reading=True))
         with where[0], where[1], where[2], choices, chunks_of_prompt(of_tokens), how or nullcontext(), watch:
-            output = self.model(input_ids=ids_BT, use_cache=True, logits_to_keep=1, **inputs)
+            output = self.model(input_ids=ids_BT, use_cache=True, logits_to_keep=last_token(ids_BT), **inputs)
         return self._answer(output.logits)
 
     def copy_kv(self, row: int, first: int, last: int) -> list[torch.Tensor]:

@@ -36,9 +36,9 @@ from torch_pi2.types.stats import LossCurve, LossPoint
 
 #: Tokens on which up is measured; minimum scale relative to the layer's mean, so that thresholds stay finite.
 _TOKENS, _LEAST = 8192, 1e-4
-#: Shares at which a layer's error is measured; the share at which the model runs; calibration tokens for both.
+#: Shares at which a layer's error is measured; the share at which the model runs; calibration tokens for each.
 _SHARES, _MODEL_SHARE = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95), 0.6
-_ALLOCATION_TOKENS = 2048
+_ALLOCATION_TOKENS, _DIVERGENCE_TOKENS = 2048, 1024
 #: Shares of neurons at which the loss curve is measured; bisections of the step that crosses the budget.
 _CURVE, _HALVINGS = tuple(n / 10 for n in range(1, 10)), 5
 _EVAL_TOKENS = 16_384
@@ -201,7 +201,7 @@ class Scored:
         errors = _errors(self.model, data, score.sites, [score.output_cuts(share) for share in _SHARES], progress)
         at = score.output_cuts(_MODEL_SHARE)
         contexts = [masked(self.model, score.sites, {y.key: at[y.key] for y in own}) for own in self._groups.values()]
-        found = divergences(self.model, data, contexts, progress=progress)
+        found = divergences(self.model, evenly(data, _DIVERGENCE_TOKENS), contexts, progress=progress)
         costs = {}
         for (name, own), divergence in zip(self._groups.items(), found, strict=True):
             error = torch.stack([errors[site.key] for site in own]).sum(0)
@@ -297,8 +297,7 @@ def _largest_share(
     total = (1 + len(_CURVE) + _HALVINGS) * len(held_out)
     with bar(None, "loss curve", progress, total=total, unit="batch") as shown:
         dense, _ = mean_loss(model, held_out, causal_lm_loss, None, shown.update)
-        good = [fits(share) for share in _CURVE]
-        first = good.index(False) if False in good else len(good)
+        first = next((i for i, share in enumerate(_CURVE) if not fits(share)), len(_CURVE))
         low, high = (0.0, *_CURVE)[first], (*_CURVE, 1.0)[first]
         for _ in range(_HALVINGS if high < 1 else 0):
             middle = (low + high) / 2

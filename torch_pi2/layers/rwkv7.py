@@ -250,12 +250,13 @@ class RWKV7ForCausalLM(_PreTrained, transformers.GenerationMixin):
         attention_mask: Any = None,
         cache: Any = None,
         labels: Any = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | torch.Tensor = 0,
         **how: Any,
     ) -> Any:
         """As models of transformers."""
         made = self.model(input_ids, attention_mask, cache, **how)
-        logits = self.lm_head(made.last_hidden_state[:, -logits_to_keep:])
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(made.last_hidden_state[:, kept])
         loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size, **how)
         return CausalLMOutputWithPast(loss=loss, logits=logits, cache=made.cache)
 

@@ -28,6 +28,7 @@ from torch_pi2.errors import Pi2Error, UnsupportedModelError, check_choice
 from torch_pi2.formats import IMPORT_NEURONS
 from torch_pi2.ops import load as load_library
 from torch_pi2.rewrite.skeleton import own_classes
+from torch_pi2.rewrite.state import SparseState
 from torch_pi2.store.folder import PI2_FOLDER, check_replaceable, read_config
 from torch_pi2.store.gguf import GgufModel, gguf_in
 from torch_pi2.store.parts import Parts
@@ -45,7 +46,13 @@ _REVISION = 6
 @fresh_settings()
 @quiet_imports()
 def import_gguf(
-    file: str | Path, folder: str | Path, *, neurons: str = "auto", predictors: Any = None, progress: bool = False
+    file: str | Path,
+    folder: str | Path,
+    *,
+    neurons: str = "auto",
+    predictors: Any = None,
+    parts: SparseState | None = None,
+    progress: bool = False,
 ) -> ImportReport:
     """Write the model of a GGUF file to ``folder``, in the form that :func:`torch_pi2.load`, ``pack`` and others read.
 
@@ -68,6 +75,8 @@ def import_gguf(
         predictors: text (a str, a list of them, or token ids ``[N, T]``, some 2,000 tokens) on which the recall of a
             PowerInfer file's predictors is measured. They then choose the neurons to compute (lossy). None: they are
             ignored in favour of the exact gate.
+        parts: plan, predictors and statistics of the model in floats, which the folder gets
+            (:func:`torch_pi2.optimize_quantized` makes them). None: the exact gate where there are zeros.
 
     Raises:
         ArtifactError: damage, or ``folder`` cannot be written. UnsupportedModelError: an unknown architecture or
@@ -84,7 +93,7 @@ def import_gguf(
         keep_card(folder, staging)
         _write_config(checkpoint, staging)
         tokenizer = write_tokenizer(checkpoint.file, staging)
-        report = write_imported(checkpoint, staging, neurons, progress, activations="int8")
+        report = write_imported(checkpoint, staging, neurons, progress, activations="int8", parts=parts)
         report.tokenizer = tokenizer
         if predictors is None:
             report.predictors = len(checkpoint.predictors())
