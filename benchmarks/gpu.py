@@ -58,7 +58,7 @@ class _Layer:
         if weights == "float":
             self.rows = rows_IRH.to(device)
         else:
-            made = [torch.ops.pi2.quantize(rows_IRH[:, row].float(), weights, None) for row in range(3)]
+            made = [torch.ops.pi2.quantize(rows_IRH[:, row].float(), weights) for row in range(3)]
             self.rows = torch.stack(made, 1).contiguous().to(device)
         self.packed = []
         if weights == "int4" and (device.type == "cpu" or torch.cuda.get_device_capability(device) >= _INT4_SINCE):

@@ -595,7 +595,7 @@ def quantize_(
 
     Args:
         weights: ``int4`` or ``int8``, groups of 32 with a float16 scale: 4.5 and 8.5 bits per weight.
-        calibration: as ``data`` of :func:`profile`: needed by ``weighted``, and by models that are not of Hugging Face.
+        calibration: as ``data`` of :func:`profile`: needed by ``gptq``, and by models that are not of Hugging Face.
         activations, quantization: see :class:`torch_pi2.Config`. tokenizer: as in :func:`profile`.
 
     Raises:

@@ -78,7 +78,6 @@ struct Quantizing {
   const char* w;
   DType from, to;
   std::int64_t count, columns;
-  const float* importance;
   char* rows;
   // Position (row * columns + column) of the first weight that cannot be quantised. Workers report here and go on with
   // the next row: nothing may be thrown on a thread of the host.
@@ -92,25 +91,24 @@ struct Quantizing {
   }
 
   // Replaces `best` if this scale has a smaller error: among equals the first stays.
-  void consider(float scale, const float* x, const float* weight, std::int64_t n, Candidate* best) const {
+  void consider(float scale, const float* x, std::int64_t n, Candidate* best) const {
     scale = F16::widen(narrow_f16(scale));
     double error = 0;
     for (std::int64_t k = 0; k < n; ++k) {
       const float off = x[k] - scale * static_cast<float>(integer(x[k], scale));
-      error += static_cast<double>(weight == nullptr ? 1.0f : weight[k]) * static_cast<double>(off * off);
+      error += static_cast<double>(off * off);
     }
     if (error < best->error) *best = {scale, error};
   }
 
-  float scale_of(const float* x, const float* weight, std::int64_t n) const {
+  float scale_of(const float* x, std::int64_t n) const {
     float extreme = 0;  // the first value of largest magnitude, with its sign
     for (std::int64_t k = 0; k < n; ++k)
       if (std::fabs(x[k]) > std::fabs(extreme)) extreme = x[k];
     if (to == DType::kQ8) return F16::widen(narrow_f16(std::fabs(extreme) / 127.0f));
     Candidate best;
     // The extreme value at -8, as in Q4_0; then scales around that, and the extreme at +7.
-    for (const float end : {-8.0f, -8.5f, -9.0f, -9.5f, -7.5f, 7.0f, 7.5f, 8.0f})
-      consider(extreme / end, x, weight, n, &best);
+    for (const float end : {-8.0f, -8.5f, -9.0f, -9.5f, -7.5f, 7.0f, 7.5f, 8.0f}) consider(extreme / end, x, n, &best);
     return best.scale;
   }
 
@@ -131,7 +129,7 @@ struct Quantizing {
       widen(in + g * kGroup * row_bytes(from, 1), from, x, n);
       for (std::int64_t k = 0; k < n; ++k)
         if (!(std::fabs(x[k]) <= largest)) return report(i * columns + g * kGroup + k);  // a NaN compares false
-      const float scale = scale_of(x, importance == nullptr ? nullptr : importance + g * kGroup, n);
+      const float scale = scale_of(x, n);
       scales[g] = narrow_f16(scale);
       int integers[kGroup] = {};
       for (std::int64_t k = 0; k < n; ++k) integers[k] = integer(x[k], scale);
@@ -151,17 +149,15 @@ struct Quantizing {
 
 }  // namespace
 
-QuantizeFault quantize(const void* w, DType from, std::int64_t count, std::int64_t columns, const float* importance,
-                       DType to, void* rows, const ParallelFor& parallel) {
-  for (std::int64_t k = 0; importance != nullptr && k < columns; ++k)
-    if (!(importance[k] >= 0) || std::isinf(importance[k])) return {QuantizeFault::kImportance, 0, k, importance[k]};
-  Quantizing work{static_cast<const char*>(w), from, to, count, columns, importance, static_cast<char*>(rows)};
+QuantizeFault quantize(const void* w, DType from, std::int64_t count, std::int64_t columns, DType to, void* rows,
+                       const ParallelFor& parallel) {
+  Quantizing work{static_cast<const char*>(w), from, to, count, columns, static_cast<char*>(rows)};
   Dynamic::run(
       parallel, (count + kBlockRows - 1) / kBlockRows,
       [](void* q, std::int64_t index) { static_cast<Quantizing*>(q)->block(index); }, &work);
   const std::int64_t place = work.broken.load();
   if (place == kSound) return {};
-  return {QuantizeFault::kWeight, place / columns, place % columns, load_float(w, from, place)};
+  return {true, place / columns, place % columns, load_float(w, from, place)};
 }
 
 void dequantize(const void* rows, DType from, std::int64_t count, std::int64_t columns, std::int64_t stride_bytes,

@@ -407,7 +407,7 @@ long check_axpy(const KernelTable& table, DType dtype, std::int64_t n, std::mt19
   return kAxpyRows;
 }
 
-// Broken weights and importances are named, the first of several whatever the threads; sound ones are taken.
+// Broken weights are named, the first of several whatever the threads; sound ones are taken.
 long check_refusals(std::mt19937& rng) {
   constexpr std::int64_t kRows = 100, kColumns = 77;
   const std::vector<float> sound = floats(rng, kRows * kColumns);
@@ -415,37 +415,27 @@ long check_refusals(std::mt19937& rng) {
   long cases = 0;
   for (const DType to : {DType::kQ4, DType::kQ8}) {
     std::vector<char> rows(static_cast<std::size_t>(kRows * row_bytes(to, kColumns)));
-    const auto fault = [&](const std::vector<float>& w, const float* importance) {
-      return quantize(w.data(), DType::kF32, kRows, kColumns, importance, to, rows.data(), pool.parallel());
+    const auto fault = [&](const std::vector<float>& w) {
+      return quantize(w.data(), DType::kF32, kRows, kColumns, to, rows.data(), pool.parallel());
     };
-    PI2_CHECK(fault(sound, nullptr).kind == QuantizeFault::kNone, "sound weights are refused");
+    PI2_CHECK(!fault(sound).found, "sound weights are refused");
     const float most = largest_weight(to);
     for (const float bad :
          {NAN, INFINITY, -INFINITY, std::nextafter(most, INFINITY), -std::nextafter(most, INFINITY)}) {
       std::vector<float> w = sound;
       for (const std::size_t place : {50 * kColumns + 76, 51 * kColumns, 99 * kColumns + 3}) w[place] = bad;
-      const QuantizeFault found = fault(w, nullptr);
-      PI2_CHECK(found.kind == QuantizeFault::kWeight && found.row == 50 && found.column == 76 &&
-                    std::memcmp(&found.value, &bad, sizeof(bad)) == 0,
-                "%g: kind %d row %ld column %ld value %g", bad, found.kind, static_cast<long>(found.row),
-                static_cast<long>(found.column), found.value);
+      const QuantizeFault found = fault(w);
+      PI2_CHECK(
+          found.found && found.row == 50 && found.column == 76 && std::memcmp(&found.value, &bad, sizeof(bad)) == 0,
+          "%g: found %d row %ld column %ld value %g", bad, found.found, static_cast<long>(found.row),
+          static_cast<long>(found.column), found.value);
       ++cases;
     }
     std::vector<float> w = sound;
     w[5] = -most;
-    PI2_CHECK(fault(w, nullptr).kind == QuantizeFault::kNone, "the largest weight is refused");
+    PI2_CHECK(!fault(w).found, "the largest weight is refused");
     for (const double value : weights_of({rows.begin(), rows.begin() + row_bytes(to, kColumns)}, to, kColumns))
       PI2_CHECK(std::isfinite(value) && std::fabs(value) <= most, "%g beside the largest weight", value);
-    for (const float bad : {NAN, INFINITY, -1.0f}) {
-      std::vector<float> importance(kColumns, 1.0f);
-      importance[0] = 0;
-      PI2_CHECK(fault(sound, importance.data()).kind == QuantizeFault::kNone, "an importance of 0 is refused");
-      importance[70] = bad;
-      const QuantizeFault found = fault(w, importance.data());
-      PI2_CHECK(found.kind == QuantizeFault::kImportance && found.column == 70, "importance %g: kind %d column %ld",
-                bad, found.kind, static_cast<long>(found.column));
-      ++cases;
-    }
   }
   return cases;
 }

@@ -92,7 +92,7 @@ struct Memory {
       std::vector<char> start(static_cast<std::size_t>(bytes[s]));
       if (s == 3) {
         const std::vector<float> w = floats(rng, 32 * 32);
-        pi2::quantize(w.data(), pi2::DType::kF32, 32, 32, nullptr, pi2::DType::kQ8, start.data(), pi2::serial());
+        pi2::quantize(w.data(), pi2::DType::kF32, 32, 32, pi2::DType::kQ8, start.data(), pi2::serial());
       } else if (s == 2) {
         const std::int64_t at[] = {3, -5};
         std::memcpy(start.data(), at, sizeof(at));

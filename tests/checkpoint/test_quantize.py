@@ -390,10 +390,8 @@ def test_what_cannot_be_quantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     model.save_pretrained(tmp_path / "m")
     with pytest.raises(ConfigError, match=r"quantize\(weights=\.\.\.\): expected int4 or int8, found 'int2'"):
         torch_pi2.quantize(tmp_path / "m", tmp_path / "out", "int2")
-    with pytest.raises(
-        ConfigError, match=r"quantization=\.\.\.\): expected rtn or gptq, found 'weighted'\. .*optimize\(.* and save"
-    ):
-        torch_pi2.quantize(tmp_path / "m", tmp_path / "out", quantization="weighted")
+    with pytest.raises(ConfigError, match=r"quantization=\.\.\.\): expected rtn or gptq, found 'nearest'"):
+        torch_pi2.quantize(tmp_path / "m", tmp_path / "out", quantization="nearest")
     with pytest.raises(ConfigError, match="quantize's folders: expected two separate ones"):
         torch_pi2.quantize(tmp_path / "m", tmp_path / "m" / "out")
     (tmp_path / "empty").mkdir()
@@ -441,8 +439,6 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     text = capsys.readouterr().out
     assert "model.layers.4.mlp" in text
     assert "10.9 MB -> 6.8 MB int8" in text
-    assert main(["quantize", *arguments, "--quantization", "weighted"]) != 0
-    assert "torch-pi2 optimize with these options" in " ".join(capsys.readouterr().err.split())
     (tmp_path / "text").write_text(stdlib_text("train", max_bytes=8_000))
     arguments = [*arguments[:2], "--trust-remote-code", "--no-verdict", "--json", "--quantization", "gptq"]
     assert main(["quantize", *arguments, "--tokens", "1024", "--text", str(tmp_path / "text")]) == 0

@@ -24,7 +24,7 @@ def layer(neurons: int, rows: int, hidden: int, tokens: int, dtype: torch.dtype 
 
 def quantize(w: torch.Tensor, weights: str) -> torch.Tensor:
     load()
-    rows: torch.Tensor = torch.ops.pi2.quantize(w.float().contiguous(), weights, None)
+    rows: torch.Tensor = torch.ops.pi2.quantize(w.float().contiguous(), weights)
     return rows
 
 

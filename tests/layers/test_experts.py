@@ -222,7 +222,7 @@ def test_quantised_experts_are_near_and_say_how_near(mixtral: nn.Module, quantis
     model, folder = quantised
     assert 1e-5 < off(logits(model), logits(mixtral)) < 0.05
     errors = model.torch_pi2.quantization
-    assert 0 < errors["model.layers.1.mlp.experts.3"].weight < 0.02
+    assert 0 < errors["model.layers.1.mlp.experts.3"] < 0.02
     with pytest.raises(ConfigError, match=r"int8 in model.*lossy"):
         torch_pi2.restore(model)
     assert torch.equal(logits(torch_pi2.load(folder)), logits(model))
@@ -233,7 +233,7 @@ def test_a_checkpoint_on_disk_becomes_the_same(quantised: tuple[nn.Module, Path]
     model, saved = quantised
     report = quantize(saved.parent / "float", tmp_path / "out", "int8")
     assert report.errors["model.layers.0.mlp.experts.0"] == pytest.approx(
-        model.torch_pi2.quantization["model.layers.0.mlp.experts.0"].weight, rel=1e-3
+        model.torch_pi2.quantization["model.layers.0.mlp.experts.0"], rel=1e-3
     )
     found = torch_pi2.load(tmp_path / "out")
     assert torch.equal(logits(found), logits(model))

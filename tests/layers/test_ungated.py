@@ -27,7 +27,7 @@ def _layouts(kind: str, hidden: int, intermediate: int) -> dict[str, torch.Tenso
     rows = torch.randn(2, intermediate, hidden)
     if kind == "float":
         return {"plain float": rows.transpose(0, 1).contiguous(), "apart float": rows.transpose(0, 1)}
-    stored = torch.ops.pi2.quantize(rows.view(-1, hidden), kind, None).view(2, intermediate, -1)
+    stored = torch.ops.pi2.quantize(rows.view(-1, hidden), kind).view(2, intermediate, -1)
     found = {f"plain {kind}": stored.transpose(0, 1).contiguous(), f"apart {kind}": stored.transpose(0, 1)}
     if wants_blocks(kind, intermediate, hidden, True):
         blocks = torch.stack((to_blocks(stored[0], kind, hidden), stored[1]))

@@ -168,7 +168,7 @@ def test_opcheck_functional_operators() -> None:
 
 def out_variants() -> dict[str, tuple]:
     x, *weights = make(50, 3, 24, 3, torch.float32)
-    rows = torch.ops.pi2.quantize(torch.randn(5, 24), "int4", None)
+    rows = torch.ops.pi2.quantize(torch.randn(5, 24), "int4")
     layer = ("relu", True, 3, 0.0)
     return {
         "sparse_ffn": (x, *weights, None, *layer),

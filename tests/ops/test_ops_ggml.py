@@ -111,7 +111,7 @@ def test_neurons_and_quantize_refuse_them_by_name(kind: str) -> None:
     x, rows = torch.ones(2, columns), random_rows(kind, 16, columns)
     only = rf"found '{kind}'\. Blocks of GGUF files are for torch\.ops\.pi2\.linear and dequantize, and for gate and up"
     with pytest.raises(RuntimeError, match=rf"weights: expected int4 or int8, {only}"):
-        torch.ops.pi2.quantize(torch.ones(4, columns), kind, None)
+        torch.ops.pi2.quantize(torch.ones(4, columns), kind)
     if not constants().blocks >> FORMATS[kind].code & 1:
         what = f"kernels that take blocks, found 16 rows, {columns} columns of {kind} and kernels for"
         with pytest.raises(RuntimeError, match=what):
@@ -134,7 +134,7 @@ def neurons(first: str, down: str, count: int, rows: int, hidden: int) -> torch.
         if kind in GGML:
             return random_rows(kind, count + seed, hidden, hidden**-0.5)[seed:]
         w = torch.randn(count, hidden, generator=torch.Generator().manual_seed(seed)) * hidden**-0.5
-        return torch.ops.pi2.quantize(w, kind, None)
+        return torch.ops.pi2.quantize(w, kind)
 
     return torch.cat([*(stored(first, r) for r in range(rows - 1)), stored(down, 9)], 1)
 

@@ -307,7 +307,7 @@ def test_neurons_of_a_step_are_counted_once_for_each_group() -> None:
     neurons, hidden, tokens = 512, 128, 16
     g = generator()
     w = torch.randn(3 * neurons, hidden, generator=g) * hidden**-0.5
-    rows_IR = torch.ops.pi2.quantize(w, "int4", None).view(neurons, 3, -1)
+    rows_IR = torch.ops.pi2.quantize(w, "int4").view(neurons, 3, -1)
     x, bias = torch.randn(tokens, hidden, generator=g), torch.full((neurons,), -1.6)
     x[::2] *= 8  # two in five gates fire, of the others one in twenty; and half of the ups
 

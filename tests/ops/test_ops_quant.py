@@ -34,13 +34,11 @@ def matrix(rows: int, columns: int, scale: float = 1.0) -> torch.Tensor:
 def test_quantize_and_dequantize_are_the_reference_bit_for_bit(
     kind: str, size: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    importance = torch.rand(size[1], generator=torch.Generator().manual_seed(1))
     for scale in (1.0, 1e-6, 1e-9, 300.0, 0.0):
         w = matrix(*size, scale).to(dtype)
-        for weight in (None, importance):
-            rows = torch.ops.pi2.quantize(w, kind, weight)
-            assert rows.shape == (size[0], row_bytes(kind, size[1]))
-            assert torch.equal(rows, reference.quantize(w, kind, weight))
+        rows = torch.ops.pi2.quantize(w, kind)
+        assert rows.shape == (size[0], row_bytes(kind, size[1]))
+        assert torch.equal(rows, reference.quantize(w, kind))
         for out in DTYPES:
             wanted = reference.dequantize(rows, kind, size[1], out)
             assert torch.equal(torch.ops.pi2.dequantize(rows, kind, size[1], out), wanted)
@@ -49,12 +47,12 @@ def test_quantize_and_dequantize_are_the_reference_bit_for_bit(
 def test_bytes_are_as_documented() -> None:
     """Built by hand: integers -8 to 7 at both ends of the nibbles, and the float16 scale behind all values."""
     integers = torch.arange(32) % 16 - 8.0
-    rows = torch.ops.pi2.quantize(0.5 * integers[None], "int4", None)
+    rows = torch.ops.pi2.quantize(0.5 * integers[None], "int4")
     low, high = integers[:16] + 8, integers[16:] + 8
     assert rows[0, :16].tolist() == (low + 16 * high).int().tolist()
     assert rows[0, 16:].view(torch.float16).tolist() == [0.5]
     assert torch.equal(values(rows, "int4", 32)[0], 0.5 * integers)
-    rows = torch.ops.pi2.quantize(torch.tensor([[127.0, -127.0, 3.0]]), "int8", None)
+    rows = torch.ops.pi2.quantize(torch.tensor([[127.0, -127.0, 3.0]]), "int8")
     assert rows[0, :3].view(torch.int8).tolist() == [127, -127, 3]
     assert rows[0, 3:32].tolist() == [0] * 29
     assert [FORMATS[kind].bits_per_weight for kind in QUANTIZED] == [4.5, 8.5]
@@ -64,25 +62,14 @@ def test_bytes_are_as_documented() -> None:
 def test_error_on_normal_weights(kind: str, bound: float) -> None:
     """A scale of |v| / 8 alone gives 0.086 with int4."""
     w = matrix(64, 512)
-    off = torch.ops.pi2.dequantize(torch.ops.pi2.quantize(w, kind, None), kind, 512, torch.float32) - w
+    off = torch.ops.pi2.dequantize(torch.ops.pi2.quantize(w, kind), kind, 512, torch.float32) - w
     assert float(off.norm() / w.norm()) < bound
-
-
-def test_importance_moves_the_error_to_columns_that_do_not_count() -> None:
-    w, counts = matrix(256, 32), torch.where(torch.arange(32) < 16, 1.0, 0.01)
-
-    def error(importance: torch.Tensor | None) -> float:
-        rows = torch.ops.pi2.quantize(w, "int4", importance)
-        off = torch.ops.pi2.dequantize(rows, "int4", 32, torch.float32) - w
-        return float((counts * off.square()).sum())
-
-    assert error(counts) < 0.97 * error(None)
 
 
 def drawn_rows(kind: str, rows: int, columns: int) -> torch.Tensor:
     if kind in GGML:
         return random_rows(kind, rows, columns, columns**-0.5)
-    quantised: torch.Tensor = torch.ops.pi2.quantize(matrix(rows, columns, columns**-0.5), kind, None)
+    quantised: torch.Tensor = torch.ops.pi2.quantize(matrix(rows, columns, columns**-0.5), kind)
     return quantised
 
 
@@ -160,12 +147,12 @@ def test_linear_blocks_equals_the_reference_and_a_token_alone(isa: str, kind: st
 @pytest.mark.skipif(not takes_blocks(), reason="this CPU has no kernels for blocks")
 def test_linear_blocks_refuses_what_is_not_whole() -> None:
     for rows, columns in ((17, 64), (16, 96)):
-        quantised = torch.ops.pi2.quantize(matrix(rows, columns), "int4", None)
+        quantised = torch.ops.pi2.quantize(matrix(rows, columns), "int4")
         with pytest.raises(
             RuntimeError, match=f"multiple of 16 rows and of 64 columns.* found {rows} rows, {columns} c"
         ):
             torch.ops.pi2.linear_blocks(matrix(1, columns), quantised, None, "int4")
-    blocks = torch.ops.pi2.quantize(matrix(16, 64), "int4", None)
+    blocks = torch.ops.pi2.quantize(matrix(16, 64), "int4")
     opcheck(torch.ops.pi2.linear_blocks.default, (matrix(3, 64), blocks, torch.ones(16), "int4"))
     for kind in filter(takes_blocks, ("q4_k", "q5_0")):
         stored = to_blocks(random_rows(kind, 16, 256), kind, 256)
@@ -177,18 +164,18 @@ def test_linear_blocks_refuses_what_is_not_whole() -> None:
 
 def test_opcheck() -> None:
     w, x = matrix(5, 40), matrix(3, 40)
-    opcheck(torch.ops.pi2.quantize.default, (w, "int4", torch.ones(40)))
+    opcheck(torch.ops.pi2.quantize.default, (w, "int4"))
     for kind in QUANTIZED:
-        rows = torch.ops.pi2.quantize(w, kind, None)
+        rows = torch.ops.pi2.quantize(w, kind)
         opcheck(torch.ops.pi2.dequantize.default, (rows, kind, 40, torch.bfloat16))
         opcheck(torch.ops.pi2.linear.default, (x, rows, torch.ones(5), kind, False))
         opcheck(torch.ops.pi2.linear.default, (x[None], rows, None, kind, True))
 
 
 def test_refusals_of_the_operators() -> None:
-    rows = torch.ops.pi2.quantize(matrix(5, 40), "int4", None)
+    rows = torch.ops.pi2.quantize(matrix(5, 40), "int4")
     with pytest.raises(RuntimeError, match=r"weights: expected int4 or int8, found 'int3'"):
-        torch.ops.pi2.quantize(matrix(5, 40), "int3", None)
+        torch.ops.pi2.quantize(matrix(5, 40), "int3")
     with pytest.raises(RuntimeError, match=r"pi2: rows: expected contiguous uint8 5 x 72 .*rows of 100 int4 numbers"):
         torch.ops.pi2.linear(torch.ones(2, 100), rows, None, "int4", False)
     with pytest.raises(RuntimeError, match=r"pi2: rows: .* found another dtype, \[5, 36\]"):
@@ -206,12 +193,11 @@ def test_quantize_refuses_what_no_integer_stands_for(kind: str, dtype: torch.dty
     for bad, shown in ((float("nan"), "NaN"), (float("inf"), "inf"), (float("-inf"), "-inf")):
         broken = w.clone()
         broken[69, 2] = broken[66, 99] = broken[66, 98] = bad  # the first is named, whichever thread met one
-        for importance in (None, torch.ones(100)):
-            with pytest.raises(RuntimeError, match=rf"w: expected finite .*found {shown} in row 66, column 98\. Check"):
-                torch.ops.pi2.quantize(broken, kind, importance)
+        with pytest.raises(RuntimeError, match=rf"w: expected finite .*found {shown} in row 66, column 98\. Check"):
+            torch.ops.pi2.quantize(broken, kind)
 
 
-def test_quantize_refuses_weights_and_importance_out_of_range() -> None:
+def test_quantize_refuses_weights_out_of_range() -> None:
     w = matrix(4, 40)
     w[2, 39] = -524064.0
     with pytest.raises(RuntimeError, match=r"at most 524032 \(int4 .*, found -524064 in row 2, column 39"):
@@ -222,12 +208,6 @@ def test_quantize_refuses_weights_and_importance_out_of_range() -> None:
     w[2, 39] = 8319009.0
     with pytest.raises(RuntimeError, match=r"at most 8319008 \(int8 "):
         torch.ops.pi2.quantize(w, "int8")
-    for bad, shown in ((-1.0, "-1"), (float("nan"), "NaN"), (float("inf"), "inf")):
-        importance = torch.ones(40)
-        importance[7] = bad
-        for kind in QUANTIZED:
-            with pytest.raises(RuntimeError, match=rf"importance: expected finite .*, found {shown} for column 7\."):
-                torch.ops.pi2.quantize(matrix(4, 40), kind, importance)
 
 
 def test_refusals_of_the_python_face() -> None:
@@ -246,7 +226,3 @@ def test_refusals_of_the_python_face() -> None:
     with pytest.raises(NonFiniteError, match=r"at most 524032, for int4 with float16 scales, found 600000"):
         quantize("w", torch.full((1, 32), 6e5), "int4")
     assert torch.isfinite(values(quantize("w", torch.full((1, 32), 5.2e5), "int4"), "int4", 32)).all()
-    with pytest.raises(ShapeError, match=r"importance for w: expected \[40\]"):
-        quantize("w", w, "int4", torch.ones(39))
-    with pytest.raises(NonFiniteError, match=r"importance for w: expected finite numbers of at least 0"):
-        quantize("w", w, "int4", -torch.ones(40))

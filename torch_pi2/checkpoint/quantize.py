@@ -19,7 +19,7 @@ from torch_pi2.base.modules import fresh_settings
 from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.checkpoint.stored import Stored, bound_plan, largest_dtype, load_mapped
 from torch_pi2.checkpoint.weights_writer import NO_HASH, NO_ROWS, Quantizer, QuantizeReport
-from torch_pi2.errors import CalibrationError, ConfigError, check_choice
+from torch_pi2.errors import CalibrationError, check_choice
 from torch_pi2.fitting.gptq_model import calibrated_rows, warn_rounded
 from torch_pi2.formats import FLOAT, QUANTIZED
 from torch_pi2.graph.experts import check_known_experts
@@ -34,7 +34,7 @@ from torch_pi2.store.parts import Parts, check_predictors
 from torch_pi2.store.source import Checkpoint
 from torch_pi2.store.trust import remember
 from torch_pi2.store.weights import WEIGHTS_FILE
-from torch_pi2.types.config import Config
+from torch_pi2.types.config import QUANTIZATIONS, Config
 from torch_pi2.types.plan import Plan, in_own_order
 from torch_pi2.types.site import FFNSite
 
@@ -193,11 +193,7 @@ def copy_small_files(source: Path, folder: Path) -> None:
 
 def _check(source: Path, folder: Path, weights: str, quantization: str, calibration: Any) -> None:
     check_choice("quantize(weights=...)", weights, QUANTIZED, "Choose one of these.")
-    if quantization not in ("rtn", "gptq"):
-        how = "torch_pi2.optimize(model, text, weights=..., quantization='weighted') and save"
-        fix = f"Weighted errors need the running model and text: {how}, or torch-pi2 optimize with these options."
-        what, found = "quantize(quantization=...)", repr(quantization)
-        raise ConfigError(what, expected="rtn or gptq", found=found, fix=fix)
+    check_choice("quantize(quantization=...)", quantization, QUANTIZATIONS, "Choose one of these.")
     if (quantization == "gptq") != (calibration is not None):
         none, rounds = "no calibration data, which rounding to nearest does not look at", quantization == "rtn"
         expected, found = (none, "some") if rounds else ("calibration data", "none")

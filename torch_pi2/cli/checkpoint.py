@@ -95,7 +95,7 @@ class Quantize:
     IN is a Hugging Face folder with safetensors, or one written by `torch-pi2 optimize`, whose plan and predictors are
     kept. The printed error is |w' - w| / |w| over all weights of a layer. Weights are rounded to nearest, or, with
     --quantization gptq, so that a layer's outputs on --text change least, which runs the model layer by layer for
-    minutes. For errors weighted by inputs: `torch-pi2 optimize MODEL --weights int4 --quantization weighted`.
+    minutes.
     """
 
     EXAMPLE = "torch-pi2 quantize my-sparse-model my-int4-model --weights int4"
@@ -106,7 +106,7 @@ class Quantize:
         add("source", type=Path, metavar="IN", help="folder with float safetensors")
         add("out", type=Path, metavar="OUT", help="folder to write")
         add("--weights", choices=QUANTIZED, default="int4", help="groups of 32 with a 16-bit scale")
-        how = "rtn: to nearest; gptq: calibrated on --text; weighted is refused here, `torch-pi2 optimize` has it"
+        how = "rtn: to nearest; gptq: calibrated on --text"
         add("--quantization", choices=QUANTIZATIONS, default="rtn", help=how)
         common.add_text(parser)
         tokens = Config.calibration_tokens

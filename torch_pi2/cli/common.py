@@ -226,7 +226,7 @@ def add_storage(parser: argparse.ArgumentParser) -> None:
     add = partial(_add_setting, parser.add_argument_group("quantised weights (lossy)"))
     add("--weights", choices=WEIGHTS, help="format of FFNs and other large linear layers; float: unchanged")
     add("--activations", choices=ACTIVATIONS, help="int8: also round the inputs of quantised layers")
-    how = "on --text. weighted: errors count as much as inputs are large; gptq: minutes"
+    how = "rtn: to nearest; gptq: calibrated on --text, in minutes"
     add("--quantization", choices=QUANTIZATIONS, help=how)
 
 

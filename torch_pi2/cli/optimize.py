@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         also: Any = {"tokenizer": tokenizer, "not_measured": why, "trust_remote_code": args.trust_remote_code}
         judged = judge(model, dense, args.out, made=made, dense_bytes=dense_bytes, lossy=lossy, **also)
         verdict.keep(args.out, judged, args.model)
-    errors = {name: asdict(error) for name, error in get_state(model).quantization.items()}
+    errors = get_state(model).quantization
     return {"out": str(args.out), **describe(args.out), "weights": config.weights, "quantization": errors}
 
 
@@ -101,10 +101,9 @@ def _of_quantised(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def render(result: dict[str, Any]) -> str:
-    shown, errors = "", [{"layer": name, **error} for name, error in result["quantization"].items()]
+    shown, errors = "", [(name, common.percent(error, 2)) for name, error in result["quantization"].items()]
     if errors:
-        table = common.records(errors, ("layer", "weight", "output"))
-        shown = f"relative errors of {result['weights']}:\n{table}\n"
+        shown = f"{common.table(('layer', 'relative error of ' + result['weights']), errors)}\n"
     return shown + Profile.render(result)
 
 

@@ -117,7 +117,7 @@ def _one_batch(model: nn.Module, data: Sequence[Batch], names: Collection[str]) 
     ids: list[torch.Tensor] = []
     for batch in data:
         if batch.input_ids is None or batch.args or batch.kwargs:
-            found, fix = "batches with other arguments of the model", "Pass text or ids, or quantization='weighted'."
+            found, fix = "batches with other arguments of the model", "Pass text or ids."
             expected = "token ids, or text"
             raise CalibrationError("calibration data of quantization='gptq'", expected=expected, found=found, fix=fix)
         mask_BT = torch.ones_like(batch.input_ids) if batch.mask_BT is None else batch.mask_BT
@@ -278,7 +278,7 @@ class _Run:
     def _check_same(self, name: str, float_TK: torch.Tensor, x_TK: torch.Tensor) -> None:
         """Raises UnsupportedModelError: the halves differ before anything is rounded, as sequences are mixed."""
         if not self._started and bool((float_TK - x_TK).float().norm() > 1e-2 * x_TK.float().norm()):
-            expected, fix = "the same for the same sequence, twice in a batch", "Use quantization='weighted'."
+            expected, fix = "the same for the same sequence, twice in a batch", "Use quantization='rtn'."
             raise UnsupportedModelError(f"input of {name}", expected=expected, found="different ones", fix=fix)
         self._started = True
 

@@ -51,7 +51,7 @@ class SparseExperts(nn.Module):
         sites: one per expert. site: the fields that all share, under the module's name.
         method, weights, int8_activations: as in the parts.
         thresholds: cuts on the gates (empty: 0 for all). cuts: of the predictors (empty: no predictors).
-        errors, output_errors: quantisation error of each expert.
+        errors: quantisation error of each expert.
         split: the experts on a GPU, if some are there: inputs and results are then on that GPU.
     """
 
@@ -68,7 +68,6 @@ class SparseExperts(nn.Module):
     thresholds: list[float]
     cuts: list[float]
     errors: list[float]
-    output_errors: list[float | None]
     #: A ``SparseMethod`` for each expert; empty: none.
     customs: tuple[Any, ...]
 
@@ -76,7 +75,7 @@ class SparseExperts(nn.Module):
         super().__init__()
         load()
         first: SparseFFN | None = None
-        self.sites, self.customs, self.thresholds, self.cuts, self.errors, self.output_errors = (), (), [], [], [], []
+        self.sites, self.customs, self.thresholds, self.cuts, self.errors = (), (), [], [], []
         for expert, part in enumerate(parts):
             if part.has_predictor:
                 part.leave_blocks()
@@ -112,7 +111,6 @@ class SparseExperts(nn.Module):
         self.thresholds.append(part.threshold)
         self.cuts.append(part.predictor_threshold)
         self.errors.append(part.error)
-        self.output_errors.append(part.output_error)
         for name in _STACKED:
             stack, tensor = self._buffers[name], part._buffers[name]
             if stack is not None and tensor is not None and not tensor.is_meta:
@@ -140,7 +138,7 @@ class SparseExperts(nn.Module):
         views = {name: None if stack is None else stack[expert] for name, stack in stacks.items()}
         part._buffers = part._buffers | views
         part.site, part._dtype = self.sites[expert], self._dtype
-        part.error, part.output_error = self.errors[expert], self.output_errors[expert]
+        part.error = self.errors[expert]
         part.threshold = self.thresholds[expert] if self.thresholds else 0.0
         part.predictor_threshold = self.cuts[expert] if self.cuts else 0.0
         part.custom = self.customs[expert] if self.customs else None
@@ -254,7 +252,7 @@ class SparseExperts(nn.Module):
                 for place, row in enumerate(rows):  # one by one: no second copy of all of them
                     there[place].copy_(row)
                 part._buffers[name] = there
-        for name in ("thresholds", "cuts", "errors", "output_errors"):
+        for name in ("thresholds", "cuts", "errors"):
             numbers = getattr(self, name)
             setattr(part, name, [numbers[expert] for expert in experts] if numbers else [])
         return part

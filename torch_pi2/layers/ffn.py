@@ -45,7 +45,6 @@ class SparseFFN(DenseForm):
         threshold: for method ``lowrank``, cut on the predictor's logit.
         kind: storage of the neurons: ``float``, ``int4`` or ``int8`` (lossy).
         int8_activations: with quantised neurons, gate and up read ``x`` rounded to int8 (lossy, faster).
-        importance: ``[H]``, weight of quantisation errors in the columns of gate and up; None: equal.
         given: ``gate``, ``up`` or ``down`` -> quantised rows of all neurons in the model's order, used as they are.
 
     Raises:
@@ -61,8 +60,8 @@ class SparseFFN(DenseForm):
     loaded.
 
     Attributes:
-        weights: the ``kind``. dtype: of the float parameters. error, output_error: relative quantisation error
-            (Frobenius norm) of the weights, and of the output on calibration tokens (None: not measured).
+        weights: the ``kind``. dtype: of the float parameters. error: relative quantisation error (Frobenius
+            norm) of the weights.
         split: the neurons on a GPU, if some are there: inputs and results are then on that GPU.
         by_batch: (tokens, hot neurons), ascending by tokens; empty: always ``n_hot``. A call uses the first entry with
             at least as many tokens, else the last. There are at least ``least_hot`` hot neurons; when all are hot, no
@@ -79,7 +78,6 @@ class SparseFFN(DenseForm):
     #: Name of the first argument of the dense layer's forward.
     keyword = "x"
     error: float
-    output_error: float | None = None
     dense_from: int | None = None
     split: HybridFFN | None = None
     #: Whether up rows are in blocks (:meth:`arranged`).
@@ -106,7 +104,6 @@ class SparseFFN(DenseForm):
         *,
         kind: str = "float",
         int8_activations: bool = False,
-        importance: torch.Tensor | None = None,
         given: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         super().__init__()
@@ -119,7 +116,7 @@ class SparseFFN(DenseForm):
         if kind == "float":
             rows, self.error = make_rows(weights, self.order), 0.0
         else:
-            rows, self.error = make_quantized_rows(site, weights, self.order, kind, importance, given)
+            rows, self.error = make_quantized_rows(site, weights, self.order, kind, given)
         down = None if weights.bias_down is None else weights.bias_down.detach().clone()
         gate, up = (permuted(bias, self.order) for bias in (weights.bias_gate, weights.bias_up))
         self._hold(self.arranged(rows), gate, up, down)

@@ -32,7 +32,7 @@ class InputSparseLinear(nn.Module):
         self.weights, self.name, self.custom = weights, name, method
         self.used = self.seen = 0
         rows = linear.weight.detach().T.contiguous()
-        rows = rows if weights == FLOAT else torch.ops.pi2.quantize(rows, weights, None)
+        rows = rows if weights == FLOAT else torch.ops.pi2.quantize(rows, weights)
         self.register_buffer("rows", rows, persistent=False)
         bias = None if linear.bias is None else linear.bias.detach().float()
         self.register_buffer("bias", bias, persistent=False)

@@ -97,13 +97,11 @@ class QuantLinear(_OverRows):
         linear: nn.Linear,
         weights: str,
         int8_activations: bool = False,
-        importance: torch.Tensor | None = None,
         name: str = "the linear layer",
         rows: torch.Tensor | None = None,
     ) -> "QuantLinear":
-        """Quantise ``linear``, which stays unchanged, a few rows at a time. ``importance [K]``: weight of a column's
-        squared error (None: equal). ``name``: for messages. ``rows``: quantised rows to use as they are. Raises as
-        :func:`torch_pi2.ops.quantized.quantize`.
+        """Quantise ``linear``, which stays unchanged, a few rows at a time. ``name``: for messages. ``rows``: quantised
+        rows to use as they are. Raises as :func:`torch_pi2.ops.quantized.quantize`.
         """
         w_NK = linear.weight.detach()
         check_on_cpu(f"device of {name}", w_NK.device)
@@ -113,8 +111,7 @@ class QuantLinear(_OverRows):
         step = max(1, CHUNK_BYTES // (4 * w_NK.shape[1]))
         for start in range(0, len(made_rows), step):
             some = slice(start, start + step)
-            part = quantize(f"{name}.weight", w_NK[some], weights, importance) if rows is None else rows[some]
-            made_rows[some] = part
+            made_rows[some] = quantize(f"{name}.weight", w_NK[some], weights) if rows is None else rows[some]
         bias = None if linear.bias is None else linear.bias.detach().clone()
         made = QuantLinear(made_rows, bias, w_NK.shape[1], weights, int8_activations, name)
         made.dtype, made.training = w_NK.dtype, linear.training

@@ -33,13 +33,10 @@ def make_quantized_rows(
     weights: FFNWeights,
     order: torch.Tensor,
     kind: str,
-    importance: torch.Tensor | None = None,
     given: Mapping[str, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, float]:
     """As :func:`make_rows`, quantised to ``int4`` or ``int8``: uint8 ``[I, R, row_bytes(H)]``; and the relative error
-    of all weights. ``importance``: ``[H]`` float32, weight of the squared error in a column of gate and up (mean square
-    of their input); a down column multiplies a single number, so its errors count equally. ``given``: role -> rows
-    ``[I, row_bytes(H)]`` in the model's order, used as they are.
+    of all weights. ``given``: role -> rows ``[I, row_bytes(H)]`` in the model's order, used as they are.
     """
     refs = [("gate", weights.gate, site.gate), ("up", weights.up, site.up), ("down", weights.down.T, site.down)]
     rows = [(role, w, ref) for role, w, ref in refs if w is not None and ref is not None]
@@ -50,11 +47,10 @@ def make_quantized_rows(
     for r, (role, w_IH, ref) in enumerate(rows):
         for start in range(0, len(order), step):
             part = w_IH.detach()[order[start : start + step]].contiguous()
-            weight = None if role == "down" else importance
             if given is not None and role in given:
                 quantised = given[role][order[start : start + step]]
             else:
-                quantised = quantize(f"{ref.weight} of {site.key}", part, kind, weight)
+                quantised = quantize(f"{ref.weight} of {site.key}", part, kind)
             neuron_rows[start : start + step, r] = quantised
             error.add(part, torch.ops.pi2.dequantize(quantised, kind, hidden, torch.float32))
     return neuron_rows, error.relative

@@ -23,18 +23,17 @@ def _rows(call: SimpleNamespace) -> torch.Tensor:
 
 
 @operator(_rows)
-def quantize(w: torch.Tensor, weights: str, importance: torch.Tensor | None = None) -> torch.Tensor:
+def quantize(w: torch.Tensor, weights: str) -> torch.Tensor:
     """Rows of floats as quantised rows: round to nearest, with a scale per group of 32 columns.
 
     A group's scale is fixed by its value of largest magnitude v (the first of several): v / 127 without sign for
-    ``int8``; for ``int4`` that of v / end, end in :data:`INT4_ENDS`, for which the sum of importance * (w - q *
-    scale)^2 over the group is smallest (the first of equals). It is rounded to float16 before the integers are
-    computed. A scale that float16 cannot tell from zero makes the group zero.
+    ``int8``; for ``int4`` that of v / end, end in :data:`INT4_ENDS`, for which the sum of (w - q * scale)^2 over the
+    group is smallest (the first of equals). It is rounded to float16 before the integers are computed. A scale that
+    float16 cannot tell from zero makes the group zero.
 
     Args:
         w: ``[N, K]`` float32, bfloat16 or float16, finite.
         weights: ``int4`` or ``int8``.
-        importance: ``[K]`` float32, not negative, or None for all equal; ``int8`` does not use it.
 
     Returns:
         uint8 ``[N, row_bytes(K)]``.
@@ -44,8 +43,6 @@ def quantize(w: torch.Tensor, weights: str, importance: torch.Tensor | None = No
     extreme_NG1 = w_NGk.gather(2, w_NGk.abs().argmax(2, keepdim=True)) + 0.0  # -0.0 becomes 0.0
     if weights == "int8":
         return pack(w_NGk, _half(extreme_NG1.abs() / 127), weights)
-    importance_K = torch.ones(w.shape[1], dtype=torch.float32, device=w.device) if importance is None else importance
-    importance_Gk = F.pad(importance_K.double(), pad).unflatten(0, (-1, GROUP))
     best_NG1 = torch.zeros_like(extreme_NG1)
     least_NG1 = torch.full_like(extreme_NG1, torch.inf, dtype=torch.float64)
     for end in INT4_ENDS:
@@ -53,7 +50,7 @@ def quantize(w: torch.Tensor, weights: str, importance: torch.Tensor | None = No
         off_NGk = w_NGk - scale_NG1 * integers(w_NGk, scale_NG1, weights)
         error_NG1 = torch.zeros_like(least_NG1)
         for k in range(GROUP):  # not .sum(), whose order of summation is unspecified
-            error_NG1 += (importance_Gk[:, k] * (off_NGk[..., k] * off_NGk[..., k]).double())[..., None]
+            error_NG1 += (off_NGk[..., k] * off_NGk[..., k]).double()[..., None]
         better = error_NG1 < least_NG1
         best_NG1 = torch.where(better, scale_NG1, best_NG1)
         least_NG1 = torch.where(better, error_NG1, least_NG1)

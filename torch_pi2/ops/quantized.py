@@ -6,7 +6,7 @@ import torch
 
 from torch_pi2.base.dtypes import DTYPES, check_finite, check_on_cpu, dtype_name
 from torch_pi2.base.fields import Field
-from torch_pi2.errors import DtypeError, NonFiniteError, ShapeError, check_choice
+from torch_pi2.errors import DtypeError, ShapeError, check_choice
 from torch_pi2.formats import FORMATS, GGML, QUANTIZED
 from torch_pi2.ops import load
 
@@ -41,26 +41,11 @@ def check_quantizable(what: str, w: torch.Tensor, weights: str) -> None:
     check_finite(what, w, most, f"for {weights} with float16 scales")
 
 
-def check_importance(what: str, importance: torch.Tensor, columns: int) -> None:
-    """Raises ShapeError or NonFiniteError unless ``importance`` is ``[columns]`` finite numbers of at least 0."""
-    if tuple(importance.shape) != (columns,):
-        Field(importance, f"importance for {what}", "It was measured on another layer.", ShapeError).wrong(
-            f"[{columns}], one number per column", str(tuple(importance.shape))
-        )
-    if not bool(((importance >= 0) & importance.isfinite()).all()):
-        Field(importance, f"importance for {what}", "Measure it on inputs without NaN.", NonFiniteError).wrong(
-            "finite numbers of at least 0", "negative, NaN or infinite ones"
-        )
-
-
-def quantize(what: str, w: torch.Tensor, weights: str, importance: torch.Tensor | None = None) -> torch.Tensor:
+def quantize(what: str, w: torch.Tensor, weights: str) -> torch.Tensor:
     """:func:`torch_pi2.ops.quantize.quantize` in C++, after the checks above; ``what``: the weight's name."""
     load()
     check_quantizable(what, w, weights)
-    if importance is not None:
-        check_importance(what, importance, w.shape[1])
-        importance = importance.float().contiguous()
-    return torch.ops.pi2.quantize(w.detach(), weights, importance)
+    return torch.ops.pi2.quantize(w.detach(), weights)
 
 
 class RelativeError:

@@ -1,7 +1,6 @@
-"""``profile`` measures :class:`ActivationStats` on calibration data; ``gather_inputs`` measures inputs of layers."""
+"""``profile`` measures :class:`ActivationStats` on calibration data."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -107,77 +106,3 @@ def profile(
     made_by = {"verb": "profile", "seq_len": seq_len, "opening": first.pop() if len(first) == 1 else None, **counts}
     layers = {key: counter.stats for key, counter in counters.items()}
     return ActivationStats(layers, weights_hash(model, list(sites)), made_by)
-
-
-#: Tokens sampled to measure output errors, per layer (7B: 2 MB) and per expert.
-SAMPLE_TOKENS, EXPERT_TOKENS = 256, 32
-
-
-class InputStats:
-    """Inputs of one layer. ``tokens``: their number. ``sample_TK``: the first ``keep``, in the model's dtype."""
-
-    def __init__(self, keep: int = SAMPLE_TOKENS) -> None:
-        self.tokens, self._keep = 0, keep
-        self._squares_K: torch.Tensor | None = None
-        self._kept: list[torch.Tensor] = []
-
-    def add(self, x_TK: torch.Tensor) -> None:
-        squares_K = x_TK.float().square().sum(0, dtype=torch.float64)
-        self._squares_K = squares_K if self._squares_K is None else self._squares_K + squares_K
-        wanted = self._keep - min(self.tokens, self._keep)
-        if wanted and len(x_TK):
-            self._kept.append(x_TK[:wanted].detach().clone())
-        self.tokens += len(x_TK)
-
-    @property
-    def importance(self) -> torch.Tensor | None:
-        """``[K]`` float32: mean square by column, which weighs its errors; small where always 0; None: no inputs."""
-        if self._squares_K is None or not self.tokens:
-            return None
-        mean_K = self._squares_K / self.tokens
-        return (mean_K + 1e-3 * mean_K.mean()).float()
-
-    @property
-    def sample_TK(self) -> torch.Tensor | None:
-        return torch.cat(self._kept) if self._kept else None
-
-
-def gather_inputs(
-    model: nn.Module,
-    data: Sequence[Batch],
-    sites: Sequence[FFNSite],
-    linears: Mapping[str, nn.Linear],
-    *,
-    progress: bool = False,
-) -> dict[str, InputStats]:
-    """Run the dense ``model`` over ``data``; returns site keys and names of linear layers that run -> their inputs,
-    without padding. Raises as :func:`torch_pi2.profiling.recorder.record`.
-    """
-    found: dict[str, InputStats] = {}
-    current: list[Batch] = []
-
-    def watch(name: str) -> Any:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-            x = (args[0] if args else kwargs["input"]).detach()
-            mask_BT = current[-1].mask_BT
-            rows_TK = x.reshape(-1, x.shape[-1])
-            if mask_BT is not None and mask_BT.numel() == len(rows_TK):
-                rows_TK = rows_TK[mask_BT.flatten()]
-            found.setdefault(name, InputStats()).add(rows_TK)
-
-        return hook
-
-    def firing(f: Firing) -> None:
-        keep = SAMPLE_TOKENS if f.site.experts is None else EXPERT_TOKENS
-        found.setdefault(f.site.key, InputStats(keep)).add(f.x_TH[f.real_T])
-
-    def stream() -> Iterator[Batch]:
-        for batch in data:
-            current[:] = [batch]
-            yield batch
-
-    with ExitStack() as hooks:
-        for name, linear in linears.items():
-            hooks.enter_context(linear.register_forward_pre_hook(watch(name), with_kwargs=True))
-        record(model, stream(), sites, firing, progress=progress, label="inputs", logits=bool(linears))
-    return found

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -18,9 +17,8 @@ from torch_pi2.errors import NoFFNFoundError
 from torch_pi2.graph.capture import capture, example_inputs
 from torch_pi2.graph.experts import all_experts, expert_lists, without_experts
 from torch_pi2.layers.linear import QuantLinear
-from torch_pi2.ops.quantized import check_importance, check_quantizable
+from torch_pi2.ops.quantized import check_quantizable
 from torch_pi2.profiling.data import Batch
-from torch_pi2.profiling.run import InputStats
 from torch_pi2.rewrite.install import replace_modules
 from torch_pi2.types.site import FFNSite
 
@@ -31,48 +29,21 @@ MIN_OUTPUTS = 64
 
 
 @dataclass(frozen=True)
-class LayerError:
-    """Relative error of one quantised layer (Frobenius norms).
-
-    Attributes:
-        weight: ``|W' - W| / |W|``.
-        output: of its output on calibration tokens, including rounded activations; None without calibration.
-    """
-
-    weight: float
-    output: float | None = None
-
-
-@dataclass(frozen=True)
 class Storage:
     """How weights are stored.
 
     Attributes:
         weights: ``float``, ``int4`` or ``int8``. int8_activations: see :class:`torch_pi2.types.config.Config`.
-        inputs: name of a linear or key of a site -> statistics of its inputs on calibration text.
-        weighted: whether ``inputs`` weigh errors, besides measuring them.
         rows: quantised rows to use as they are, under the keys of :mod:`torch_pi2.fitting.gptq_model`.
     """
 
     weights: str = "float"
     int8_activations: bool = False
-    inputs: Mapping[str, InputStats] = field(default_factory=dict)
-    weighted: bool = False
     rows: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def quantised(self) -> bool:
         return self.weights != "float"
-
-    def importance(self, name: str) -> torch.Tensor | None:
-        """``[K]`` for a linear or site; None: columns count equally."""
-        stats = self.inputs.get(name)
-        return stats.importance if stats is not None and self.weighted else None
-
-    def sample(self, name: str) -> torch.Tensor | None:
-        """Sampled inputs ``[T, K]`` of a linear or site, or None."""
-        stats = self.inputs.get(name)
-        return None if stats is None else stats.sample_TK
 
 
 def find_linears(
@@ -142,32 +113,28 @@ def check_some(what: str, layers: Collection[object], linears: Mapping[str, nn.L
         log.warning("%s: no feed-forward layer becomes neurons, %d linear layers are quantised", what, len(linears))
 
 
-def check_linears(linears: Mapping[str, nn.Linear], weights: str, storage: Storage | None = None) -> None:
-    """Check weights, and their importance in ``storage``, for quantising; raises as ``torch_pi2.ops.quantized``."""
+def check_linears(linears: Mapping[str, nn.Linear], weights: str) -> None:
+    """Check weights for quantising; raises as ``torch_pi2.ops.quantized``."""
     for name, linear in linears.items():
         check_quantizable(f"{name}.weight", linear.weight.detach(), weights)
-        importance = None if storage is None else storage.importance(name)
-        if importance is not None:
-            check_importance(f"{name}.weight", importance, linear.in_features)
 
 
 def quantize_linears(
     model: nn.Module, linears: dict[str, nn.Linear], storage: Storage, *, progress: bool = False
-) -> dict[str, LayerError]:
+) -> dict[str, float]:
     """Replace ``linears`` in ``model`` (the dict is emptied) and free their memory; returns their errors. All rows are
     made before the first layer is replaced, and float weights are freed last: after an error (:func:`check_linears`)
     ``model`` is unchanged. Until then the rows take a quarter to a half of the float weights' memory. An output layer
     tied to the embedding gets its own rows; the embedding stays float, and the configuration no longer ties the two.
     """
-    errors: dict[str, LayerError] = {}
+    errors: dict[str, float] = {}
     made: dict[str, QuantLinear] = {}
     for name in bar(list(linears), "quantise linear layers", progress):
         linear = linears[name]
-        how = (storage.weights, storage.int8_activations, storage.importance(name))
+        how = (storage.weights, storage.int8_activations)
         made[name] = QuantLinear.from_linear(linear, *how, name=name, rows=storage.rows.get(f"{name}.weight"))
-        error = made[name].relative_error(linear.weight)
-        errors[name] = LayerError(error, _output_error(linear, made[name], storage.sample(name)))
-        log.info("%s: %s, relative error of its weights %.4f", name, storage.weights, errors[name].weight)
+        errors[name] = made[name].relative_error(linear.weight)
+        log.info("%s: %s, relative error of its weights %.4f", name, storage.weights, errors[name])
         share_hooks(linear, made[name])
         made[name].use_blocks()  # in place, before it is installed: an interruption would leave wrong rows
     replace_modules(model, {linears[name]: quantised for name, quantised in made.items()})
@@ -189,17 +156,3 @@ def untie(config: Any) -> None:
     """
     if getattr(config, "tie_word_embeddings", False) and not getattr(config, "is_encoder_decoder", False):
         config.tie_word_embeddings = False
-
-
-def _output_error(linear: nn.Linear, made: QuantLinear, x_TK: torch.Tensor | None) -> float | None:
-    if x_TK is None:
-        return None
-    with torch.no_grad():
-        wanted = F.linear(x_TK, linear.weight, linear.bias).float()
-        return relative(torch.ops.pi2.linear(x_TK, made.rows, made.bias, made.weights, made.int8_activations), wanted)
-
-
-def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """``|found - wanted| / |wanted|``, 0 where ``wanted`` is 0."""
-    size = float(wanted.float().norm())
-    return float((found.float() - wanted.float()).norm()) / size if size else 0.0

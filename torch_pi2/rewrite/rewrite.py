@@ -21,18 +21,9 @@ from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.ops.quantized import check_quantizable
 from torch_pi2.predict import check_known
 from torch_pi2.profiling.data import Batch
-from torch_pi2.profiling.run import InputStats, gather_inputs
 from torch_pi2.rewrite.gpu import refuse_split
 from torch_pi2.rewrite.install import install, uninstall
-from torch_pi2.rewrite.linears import (
-    LayerError,
-    Storage,
-    check_linears,
-    check_some,
-    find_linears,
-    quantize_linears,
-    relative,
-)
+from torch_pi2.rewrite.linears import Storage, check_linears, check_some, find_linears, quantize_linears
 from torch_pi2.rewrite.place import check_names
 from torch_pi2.rewrite.state import SparseState
 from torch_pi2.rewrite.strategies import find_strategy, log_skipped, no_strategy
@@ -40,7 +31,7 @@ from torch_pi2.rewrite.trial import changed_by
 from torch_pi2.types.config import Config
 from torch_pi2.types.method import Method
 from torch_pi2.types.plan import LayerPlan, Plan
-from torch_pi2.types.site import FFNSite, check_weights, dense_reference
+from torch_pi2.types.site import FFNSite, check_weights
 
 
 @fresh_settings()
@@ -174,13 +165,8 @@ def _make_layer(model: nn.Module, layer: LayerPlan, predictor: Any, storage: Sto
     lowrank, threshold = predictor_tensors(predictor)
     site, weights = layer.site, layer.site.weights(model)
     given = {r: rows for r in ROLES if (rows := storage.rows.get(neuron_key(site, r))) is not None}
-    how: Any = {"kind": storage.weights, "int8_activations": storage.int8_activations}
-    how |= {"importance": storage.importance(site.key), "given": given}
-    ffn = SparseFFN(site, weights, layer, lowrank, threshold, **how)
-    x_TH = storage.sample(site.key) if storage.quantised else None
-    if x_TH is not None:
-        ffn.output_error = relative(ffn.forward_dense(x_TH), dense_reference(site, weights, x_TH))
-    return ffn
+    how: Any = {"kind": storage.weights, "int8_activations": storage.int8_activations, "given": given}
+    return SparseFFN(site, weights, layer, lowrank, threshold, **how)
 
 
 @torch.no_grad()
@@ -234,7 +220,7 @@ def apply(
     if storage.quantised:
         try:
             for layer in sparse_layers(model):
-                parts.quantization[layer.site.key] = LayerError(layer.error, layer.output_error)
+                parts.quantization[layer.site.key] = layer.error
             parts.quantization |= quantize_linears(model, linears, storage, progress=progress)
         except BaseException as error:  # includes interruption
             abandon(model, error)
@@ -248,7 +234,6 @@ def _storage(
     model: nn.Module, sites: list[FFNSite], progress: bool, config: Config, data: list[Batch] | None
 ) -> tuple[Storage, dict[str, nn.Linear]]:
     """How ``config`` stores weights, and the linear layers to quantise, all checked."""
-    weighted = config.quantization == "weighted"
     if config.quantization != "rtn" and not data:
         fix = "Pass calibration=..., or leave quantization out."
         what = f"optimize(quantization='{config.quantization}')"
@@ -256,15 +241,9 @@ def _storage(
     linears, _ = find_linears(model, sites, data[0] if data else None)
     check_some(f"quantising {type(model).__name__}", sites, linears)
     check_linears(linears, config.weights)
-    inputs: dict[str, InputStats] = {}
-    if data:
-        some = data if weighted else data[:1]  # the first batch is enough to measure output errors
-        inputs = gather_inputs(model, some, sites, linears, progress=progress)
     rows: dict[str, torch.Tensor] = {}
     if data and config.quantization == "gptq":
         keep = rows.__setitem__
         left = calibrated_rows(model, data, sites, linears, config.weights, keep, progress=progress)
         warn_rounded(left)
-    storage = Storage(config.weights, config.activations == "int8", inputs, weighted, rows)
-    check_linears(linears, config.weights, storage)  # before anything is replaced
-    return storage, linears
+    return Storage(config.weights, config.activations == "int8", rows), linears

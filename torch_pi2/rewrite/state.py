@@ -12,7 +12,6 @@ from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.of_model import SparseLayer, homes, is_changed
 from torch_pi2.layers.offloaded import Store
 from torch_pi2.predict.file import FittedPredictors
-from torch_pi2.rewrite.linears import LayerError
 from torch_pi2.store.parts import Parts
 from torch_pi2.types.method import LOSSY, Method
 from torch_pi2.types.offload import Budget
@@ -68,7 +67,7 @@ class SparseState(ModelState):
     plan: Plan
     predictors: FittedPredictors
     stats: ActivationStats | None
-    quantization: dict[str, LayerError] = field(default_factory=dict)
+    quantization: dict[str, float] = field(default_factory=dict)
     weights: str = "float"
     _homes: list[SparseLayer] = field(default_factory=list)
 

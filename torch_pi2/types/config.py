@@ -20,7 +20,7 @@ SCORES = ("gate", "output", "up", "auto")
 
 #: Formats of weights, and how weights are rounded.
 WEIGHTS = (FLOAT, *QUANTIZED)
-QUANTIZATIONS = ("rtn", "weighted", "gptq")
+QUANTIZATIONS = ("rtn", "gptq")
 #: Formats of linear layers outside FFNs in an exported program.
 LINEARS = ("float32", "int8", "int4")
 #: Formats of its KV cache.
@@ -61,9 +61,8 @@ class Config:
         activations: with quantised weights, ``int8`` rounds the inputs of linear layers, gate and up to 8 bits in
             groups of 32 (lossy, faster), ``float`` does not.
         quantization: how weights are rounded. ``rtn``: to nearest, with the scale of smallest squared error;
-            ``weighted``: squared errors weighted by the input's mean square on calibration text (int4 only); ``gptq``:
-            GPTQ, which minimises the error of each layer's outputs on calibration text (takes minutes; experts that get
-            almost no tokens are rounded to nearest, with a warning).
+            ``gptq``: GPTQ, which minimises the error of each layer's outputs on calibration text (takes minutes;
+            experts that get almost no tokens are rounded to nearest, with a warning).
         calibration_tokens: calibration stops after the batch that reaches this many tokens.
         batch_size, seq_len: shape of calibration batches; batch_size also bounds the batch statistics.
         seed: of every random choice.
@@ -102,8 +101,6 @@ class Config:
             for name, value in (("activations", FLOAT), ("quantization", "rtn")):
                 if getattr(self, name) != value:
                     argument(getattr(self, name), f"Config.{name}").wrong(f"{value} with weights='float'")
-        if self.quantization == "weighted" and self.weights == "int8":
-            argument(self.quantization, "Config.quantization").wrong("rtn or gptq with int8")
 
 
 def _custom_of(value: Any) -> Any:

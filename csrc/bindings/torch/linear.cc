@@ -125,25 +125,21 @@ std::string text_of(float value) {
 }
 
 void check_fault(const QuantizeFault& fault, const std::string& weights, DType to) {
-  STD_TORCH_CHECK(fault.kind != QuantizeFault::kImportance, "pi2: importance: expected finite numbers of at least 0, ",
-                  "found ", text_of(fault.value), " for column ", fault.column, ". Measure it on inputs without NaN.");
-  STD_TORCH_CHECK(fault.kind == QuantizeFault::kNone, "pi2: w: expected finite weights of at most ",
-                  static_cast<int64_t>(largest_weight(to)), " (", weights, " with float16 scales), found ",
-                  text_of(fault.value), " in row ", fault.row, ", column ", fault.column,
-                  ". Check the checkpoint; quantised weights would hide the fault.");
+  STD_TORCH_CHECK(!fault.found, "pi2: w: expected finite weights of at most ", static_cast<int64_t>(largest_weight(to)),
+                  " (", weights, " with float16 scales), found ", text_of(fault.value), " in row ", fault.row,
+                  ", column ", fault.column, ". Check the checkpoint; quantised weights would hide the fault.");
 }
 
-Tensor quantize(const Tensor& w, const Text& weights, const MaybeTensor& importance) {
+Tensor quantize(const Tensor& w, const Text& weights) {
   check_plain(w, "w");
   const DType to = quantized_dtype(weights);
   STD_TORCH_CHECK(w.dim() == 2 && w.size(1) > 0, "pi2: w: expected [rows, columns], found ", w.dim(), " dimensions of ",
                   w.numel(), " elements in all. Pass the weight of a linear layer.");
   const int64_t count = w.size(0), columns = w.size(1);
-  const void* important = bias_data(importance, "importance", columns, ScalarType::Float, "float32");
   Tensor rows = torch::stable::new_empty(w, {count, row_bytes(to, columns)}, ScalarType::Byte);
   const Tensor w_dense = dense(w);
-  check_fault(pi2::quantize(w_dense.const_data_ptr(), float_dtype(w, "w"), count, columns,
-                            static_cast<const float*>(important), to, rows.mutable_data_ptr(), torch_threads()),
+  check_fault(pi2::quantize(w_dense.const_data_ptr(), float_dtype(w, "w"), count, columns, to, rows.mutable_data_ptr(),
+                            torch_threads()),
               weights, to);
   return rows;
 }
@@ -185,7 +181,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
       "sparse_input_linear(Tensor x, Tensor rows, int outputs, Tensor? bias, Tensor? active, float threshold=0.0, "
       "str weights=\"float\") -> Tensor");
   m.def("linear_blocks(Tensor x, Tensor blocks, Tensor? bias, str weights) -> Tensor");
-  m.def("quantize(Tensor w, str weights, Tensor? importance=None) -> Tensor");
+  m.def("quantize(Tensor w, str weights) -> Tensor");
   const std::string dequantize = "Tensor rows, str weights, int columns, ScalarType dtype";
   m.def(("dequantize(" + dequantize + ") -> Tensor").c_str());
   m.def(("dequantize.out(" + dequantize + ", *, Tensor(a!) out) -> Tensor(a!)").c_str());

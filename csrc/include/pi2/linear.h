@@ -65,22 +65,21 @@ void to_block(const void* const* rows, DType dtype, std::int64_t columns, const 
 // The largest magnitude of a weight that the largest binary16 scale can represent.
 constexpr float largest_weight(DType quantized) { return 65504.0f * (quantized == DType::kQ4 ? 8.0f : 127.0f); }
 
-// Why rows could not be quantised: a bad value and its position.
+// Why rows could not be quantised: a bad weight and its position.
 struct QuantizeFault {
-  enum Kind { kNone, kWeight, kImportance } kind = kNone;
-  std::int64_t row = 0;  // of a weight
+  bool found = false;
+  std::int64_t row = 0;
   std::int64_t column = 0;
   float value = 0;
 };
 
-// rows[i] = quantised w[i], rounded to nearest with the scale, out of a few candidates, that has the smallest error;
-// the squared error of column k counts importance[k] times (null: 1). torch_pi2/ops/quantize.py is the reference, bit
-// for bit. NaN and infinity have no quantised form, and a bad weight must not become a valid one. So every weight must
-// be finite and at most largest_weight(to) in magnitude, and every importance finite and not negative (even if `to`
-// ignores it). Otherwise returns the first fault: importance before weights, weights by row and column, whatever the
-// number of threads; `rows` is undefined then. Allocates and throws nothing.
-QuantizeFault quantize(const void* w, DType from, std::int64_t count, std::int64_t columns, const float* importance,
-                       DType to, void* rows, const ParallelFor& parallel);
+// rows[i] = quantised w[i], rounded to nearest with the scale, out of a few candidates, that has the smallest error.
+// torch_pi2/ops/quantize.py is the reference, bit for bit. NaN and infinity have no quantised form, and a bad weight
+// must not become a valid one. So every weight must be finite and at most largest_weight(to) in magnitude. Otherwise
+// returns the first fault by row and column, whatever the number of threads; `rows` is undefined then. Allocates and
+// throws nothing.
+QuantizeFault quantize(const void* w, DType from, std::int64_t count, std::int64_t columns, DType to, void* rows,
+                       const ParallelFor& parallel);
 
 // out[i] = the values of row i. Rows are `stride_bytes` apart (rows of the same kind are not contiguous in neurons).
 void dequantize(const void* rows, DType from, std::int64_t count, std::int64_t columns, std::int64_t stride_bytes,
