@@ -1,4 +1,4 @@
-"""`torch-pi2 zeros`: counts against a count by hand, bytes against their formula, and what users get wrong."""
+"""`torch-pi2 zeros`: counts against a count by hand, and what users get wrong."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ import torch
 import torch.nn.functional as F
 
 import torch_pi2
-from tests.helpers.ggufs import HIDDEN, INNER, tiny, tokenizer, written
+from tests.helpers.ggufs import tiny, tokenizer, written
 from torch_pi2 import cli
 from torch_pi2.errors import CalibrationError, ConfigError
-from torch_pi2.formats import row_bytes
-from torch_pi2.machine.find import find_hardware
 from torch_pi2.planner import zeros as planner
 
 NEAR = 0.05
@@ -65,25 +63,6 @@ def test_experts_are_counted_by_call_without_borrowed_tokens() -> None:
     found = torch_pi2.zeros(model, torch.randint(3, 300, (8, 16)), tokens=128)
     assert [(layer.experts, layer.calls) for layer in found.layers] == [(4, 256), (4, 256)]  # 2 of 4 for each token
     assert all(0.3 < layer.zeros < 0.7 for layer in found.layers)
-    dense, exact, *_ = planner.gains(model, found.layers, None, "int4")
-    assert dense["ffn_bytes"] == 2 * 2 * 3 * 256 * row_bytes("int4", HIDDEN)
-    assert exact["ffn_bytes"] < dense["ffn_bytes"]
-
-
-def test_bytes_and_speeds_of_methods() -> None:
-    model = tiny("arcee")
-    found = torch_pi2.zeros(model, torch.randint(3, 300, (8, 16)), tokens=128)
-    dense, exact, lowrank = planner.gains(model, found.layers, find_hardware("sm8650-ufs4.0"), "int8")
-    row = row_bytes("int8", HIDDEN)
-    assert dense["ffn_bytes"] == 2 * 2 * INNER * row
-    assert exact["ffn_bytes"] == round(sum((2 - layer.zeros) * INNER * row for layer in found.layers))
-    linears = sum(p.numel() for name, p in model.named_parameters() if "attn" in name or "lm_head" in name)
-    assert dense["bytes"] - dense["ffn_bytes"] == linears * row // HIDDEN
-    assert [made["lossless"] for made in (dense, exact, lowrank)] == [True, True, False]
-    assert 0 < dense["tokens_per_s"] < exact["tokens_per_s"]
-    silu = tiny("qwen2")
-    layers = torch_pi2.zeros(silu, torch.randint(3, 300, (8, 16)), tokens=128).layers
-    assert [made["method"] for made in planner.gains(silu, layers, None, "float")] == ["dense", "threshold"]
 
 
 def test_wrong_settings_are_refused() -> None:
@@ -109,18 +88,16 @@ def run(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, st
 
 def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     code, out, _ = run(capsys, folder, "--tokens", 500)
-    row = out.splitlines()[-1]
     assert code == 0
-    assert row.startswith(f"| arcee | 2 × `relu2(up)`, {HIDDEN} → {INNER} | ")
-    assert "measured: `torch-pi2 zeros arcee --text stdlib --tokens 500`" in row
-    assert "torch-pi2 doctor --measure" in out or "tokens per s" in out
+    assert "relu2(up)" in out
+    means = out.splitlines()[-1]
+    assert means.startswith("zeros ")
     monkeypatch.setattr("torch_pi2.machine.process.free_bytes", lambda: 1 << 16)  # larger than memory
-    assert run(capsys, folder, "--tokens", 500)[1].splitlines()[-1] == row
+    assert run(capsys, folder, "--tokens", 500)[1] == out
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     file = written(folder, tmp_path / "arcee.gguf")
-    of_file = run(capsys, file, "--tokens", 500)[1].splitlines()[-1]
-    assert of_file == row.replace(" arcee ", " arcee.gguf ")
+    assert run(capsys, file, "--tokens", 500)[1].splitlines()[-1] == means
     assert cli.main(["inspect", str(folder)]) == 0
     assert f"torch-pi2 zeros {folder} --text FILE" in capsys.readouterr().out
 

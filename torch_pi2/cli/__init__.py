@@ -53,7 +53,7 @@ VERBS = {
     "chat": "talk with a model in the terminal",
     "serve": "answer requests over HTTP, as OpenAI's API does",
     "eval": "dense against sparse: held-out loss, work and time",
-    "zeros": "how many neurons are zero, or nearly, on a text, and what skipping them would save",
+    "zeros": "how many neurons are zero, or nearly, on a text",
     "inspect": "what is in a folder of ours",
     "replay": "what other caches would have had of recorded accesses",
     "doctor": "versions, CPU features, kernels, missing extras",
