@@ -41,7 +41,6 @@ from torch_pi2.observe.policies import register_cache_policy as register_cache_p
 from torch_pi2.observe.record import Activations as Activations
 from torch_pi2.observe.record import record as record
 from torch_pi2.observe.trace import trace as trace
-from torch_pi2.observe.watch import watch as watch
 from torch_pi2.planner.for_machine import plan_for as plan_for
 from torch_pi2.planner.supported import supported as supported
 from torch_pi2.planner.zeros import zeros as zeros

@@ -166,7 +166,7 @@ def _warn_of_other_windows(stats: ActivationStats, data: list[Batch]) -> None:
     """Older statistics have no ``opening``: their windows after the first had no BOS."""
     first = set().union(*map(first_ids, data))
     now, then = first.pop() if len(first) == 1 else None, stats.made_by.get("opening")
-    if now != then and not stats.made_by.get("watched"):
+    if now != then:
         log.warning(
             "the statistics were measured on sequences that %s, and this text's %s: what a model does without its BOS "
             "token differs; profile again",

@@ -214,15 +214,13 @@ def test_the_reference_over_a_store(typed: Typed, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_compiled_and_watched(tmp_path: Path) -> None:
+def test_compiled_and_planned(tmp_path: Path) -> None:
     torch_pi2.import_gguf(GOLDEN, tmp_path / "out", neurons="all")
     model = loaded(tmp_path / "out")
     wanted = logits(model)
     torch.testing.assert_close(logits(torch.compile(model, backend="aot_eager")), wanted, rtol=1e-4, atol=1e-4)
-    with torch_pi2.watch(model) as watched:
-        logits(model)
-    stats = watched.stats()
-    assert stats.tokens == TOKENS.shape[1]
+    stats = torch_pi2.profile(load_dense(tmp_path / "out"), TOKENS.repeat(64 // TOKENS.shape[1] + 1, 1))
+    stats.model_hash = model.torch_pi2.plan.model_hash
     plan = torch_pi2.plan_for(model, "sm8650-ufs4.0", stats=stats)
     assert plan.hardware is not None
     torch_pi2.follow(model, plan)

@@ -303,18 +303,6 @@ def test_the_dispatch_mode_skips_the_same(score: str) -> None:
         torch.testing.assert_close(dense(own_text()[:2]).logits, wanted, atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize("score", ["output", "up"])
-def test_watching_counts_what_is_above_a_neurons_own_threshold(score: str) -> None:
-    model = optimised(score=score, sparsity=0.5)
-    made = model.torch_pi2.stats
-    with torch_pi2.watch(model) as watched, sparse_only():
-        logits(model, own_text())
-    found = watched.stats()
-    for ours, theirs in zip(made, found, strict=True):
-        assert torch.equal(ours.thresholds, theirs.thresholds)
-        assert theirs.active_share == pytest.approx(ours.active_share, abs=0.01)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("score", ["output", "up"])
 def test_predictors_are_fitted_to_what_the_score_says(score: str) -> None:

@@ -59,15 +59,14 @@ def test_what_fired_is_what_was_used() -> None:
 def test_hot_and_cold_ones_are_told_apart() -> None:
     ids = [list(range(start, start + 64)) for start in range(0, 640, 64)]
     model = torch_pi2.optimize(dense(), ids, method="exact", hot_frequency=0.05)
-    with Watch(model, batch_sizes=(1,)) as watched:
+    with Watch(sparse_layers(model)) as watched:
         stepped(model)
-    stats = watched.stats()
+        counts = watched.counts()
     firing = Firing(model)
     firing.start()
     stepped(model)
-    for layer, fired in zip(sparse_layers(model), firing.read(1), strict=True):
-        tokens = stats[layer.site.key].tokens
-        in_order_I = stats[layer.site.key].fired[layer.order].double() / tokens / layer.site.intermediate
+    for layer, fired, count in zip(sparse_layers(model), firing.read(1), counts, strict=True):
+        in_order_I = count[1:].double() / int(count[0]) / layer.site.intermediate
         assert fired["hot"] == layer.n_hot / layer.site.intermediate
         assert fired["fired_hot"] == pytest.approx(float(in_order_I[: layer.n_hot].sum()))
         assert fired["fired_cold"] == pytest.approx(float(in_order_I[layer.n_hot :].sum()))
@@ -104,7 +103,7 @@ def test_a_model_in_which_nothing_is_sparse_has_no_layers() -> None:
 def test_somebody_else_who_watches_is_named() -> None:
     model = torch_pi2.optimize(dense(), method="exact")
     with (
-        torch_pi2.watch(model),
+        Watch(sparse_layers(model)),
         pytest.raises(ConfigError, match="expected one watch of it at a time, found another one running"),
     ):
         Firing(model).start()

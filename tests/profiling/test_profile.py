@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,18 +94,6 @@ def test_threshold_for_reaches_the_share() -> None:
     assert profile(Gated("relu"), data, [gated_site("relu")]).threshold_for("", 0.1) == 0.0
     with pytest.raises(ConfigError, match=r"share of neurons to skip: expected 0 <= share < 1, found 1.5"):
         stats.threshold_for("", 1.5)
-
-
-def test_zeros_are_those_of_tokens_that_have_scores() -> None:
-    profiled = profile(Gated("relu"), calls(4, 8, 32), [gated_site("relu")], thresholds=0.01)[""]
-    nothing = {name: torch.zeros_like(getattr(profiled, name)) for name in ("zeros", "abs_sum", "score_hist")}
-    watched = replace(profiled, **nothing)  # as a watch counts with a threshold above 0
-    share = 0.9 * profiled.sparsity
-    assert ActivationStats({"": profiled}, "").threshold_for("", share) == 0.0
-    alone = ActivationStats({"": watched}, "")
-    assert alone.threshold_for("", 0.0) == 0.0
-    with pytest.raises(ConfigError, match=r"expected statistics with scores, found counts alone"):
-        alone.threshold_for("", share)
 
 
 @pytest.mark.parametrize("name", ["drelu", "phi3", "opt", "llama-bias"])

@@ -28,6 +28,7 @@ from torch_pi2.layers.of_model import homes, sparse_layers
 from torch_pi2.layers.prompt import sparse_only
 from torch_pi2.machine.find import find_hardware
 from torch_pi2.machine.hardware import Accelerator, Hardware
+from torch_pi2.observe.live import Firing
 from torch_pi2.planner.for_machine import plannable_gpu_bytes
 from torch_pi2.rewrite import gpu
 from torch_pi2.rewrite.gpu import hot_on_gpu, on_the_cpu
@@ -178,7 +179,7 @@ def test_a_divided_model_is_neither_watched_nor_calibrated() -> None:
     model = made()
     hot_on_gpu(model, 1 << 30, ThreadLink())
     for what, call in {
-        "watching": lambda: torch_pi2.watch(model),
+        "watching": lambda: Firing(model),
         "taking to the CPU": lambda: torch_pi2.profile(model, CALIBRATION),
     }.items():
         with pytest.raises(ConfigError, match=rf"{what} .*: expected a model on the CPU, found one with neurons on a"):

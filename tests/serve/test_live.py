@@ -16,6 +16,8 @@ import pytest
 from serving import Server, dense, quantised, tokenizer_of_example
 
 import torch_pi2
+from torch_pi2.layers.of_model import sparse_layers
+from torch_pi2.observe.watch import Watch
 from torch_pi2.serve import app
 
 Event = tuple[str, dict[str, Any]]
@@ -90,11 +92,11 @@ def test_it_tells_what_is_done(server: Server) -> None:
 def test_nothing_is_counted_without_listeners(server: Server) -> None:
     model = server.model
     until(lambda: server.batch.meter is None)
-    with torch_pi2.watch(model):  # which there can be one of
+    with Watch(sparse_layers(model)):  # which there can be one of
         ask(server.url, 4)
     watched(server.url, lambda: ask(server.url, 4))
     until(lambda: server.batch.meter is None)
-    with torch_pi2.watch(model):
+    with Watch(sparse_layers(model)):
         pass
 
 

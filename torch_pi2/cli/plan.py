@@ -137,7 +137,7 @@ def _statistics(args: argparse.Namespace) -> "ActivationStats":
         stats = parts.stats(parts.plan().model_hash)
     if stats is None:
         expected = "some: how often neurons fire decides which are hot"
-        fix = "Pass --stats DIR: of torch-pi2 profile, or counted in use (torch_pi2.watch)."
+        fix = "Pass --stats DIR: of torch-pi2 profile."
         raise ConfigError(f"statistics of {args.model}", expected=expected, found="none in the folder", fix=fix)
     return stats
 

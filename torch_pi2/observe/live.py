@@ -13,6 +13,7 @@ from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.layers.offloaded import Store
 from torch_pi2.observe import timings
 from torch_pi2.observe.watch import Watch
+from torch_pi2.rewrite.gpu import refuse_split
 
 #: Parts of a step's time.
 PARTS = ("linear", "head", "predictor", "ffn", "wait", "rest")
@@ -31,7 +32,8 @@ class Firing:
         found = sparse_layers(model)
         if all(layer.n_hot == layer.site.intermediate for layer in found):
             found = []
-        self._watch = Watch(model, batch_sizes=(1,)) if found else None
+        refuse_split(model, "watching", whole=True)
+        self._watch = Watch(found) if found else None
         shares = chosen_shares(getattr(model, "config", None), [layer.site for layer in found])
         groups: dict[str, list[SparseFFN]] = {}
         for layer in found:
@@ -56,7 +58,8 @@ class Firing:
         decoded together.
         """
         sums = {layer["key"]: torch.zeros(4, dtype=torch.float64) for layer in self.layers}
-        for layer, counts in [] if self._watch is None else self._watch.counts(reset=True):
+        counted = [] if self._watch is None else zip(self._watch.layers, self._watch.counts(reset=True))
+        for layer, counts in counted:
             hot = layer.n_hot if layer.site.experts is not None else layer.hot_for(max(1, sequences))
             fired = counts[1 : 1 + hot].sum(), counts[1 + hot :].sum()
             sums[_name(layer)] += torch.tensor([counts[0], hot, *fired], dtype=torch.float64)

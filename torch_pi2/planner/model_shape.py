@@ -269,7 +269,7 @@ def _layers(model: nn.Module, stats: ActivationStats, plan: Plan) -> list[LayerS
         predicted = layer.method in PREDICTED and part.has_predictor
         card = getattr(predictors.get(site.key), "card", None) if predicted else None
         # frequencies counted while a predictor ran do not include its misses
-        recall = 1.0 if card is None or stats.made_by.get("watched") else float(card.recall)
+        recall = 1.0 if card is None else float(card.recall)
         made = LayerShape(
             key=site.key,
             hidden=site.hidden,

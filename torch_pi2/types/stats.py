@@ -122,8 +122,6 @@ class LayerStats(LayerHead):
         score_hist: ``[HIST_BINS]`` int64 over all neurons and tokens.
         thresholds: ``[I]`` float32, individual thresholds on ``|act(gate)|`` that equal ``threshold`` on the score;
             None: all are ``threshold``.
-
-    Sums of scores and the histogram exclude tokens that were only watched (:mod:`torch_pi2.observe.watch`).
     """
 
     fired: torch.Tensor
@@ -151,7 +149,7 @@ class LayerStats(LayerHead):
     @property
     def sparsity(self) -> float:
         """Share of scores that are exactly zero."""
-        return float(self.zeros.sum()) / max(1.0, self.known_zero * self.intermediate)
+        return float(self.zeros.sum()) / max(1, self.tokens * self.intermediate)
 
     def frequency(self, batch: int = 1) -> torch.Tensor:
         """``[I]`` float64: how often a neuron fires for at least one of ``batch`` tokens of different sequences.
@@ -160,11 +158,11 @@ class LayerStats(LayerHead):
         """
         sizes = [s for s, n in zip(self.batch_sizes, self.batch_groups.tolist()) if n > 0]
         if not sizes:
-            argument(batch, f"firing frequency of {self.key}", "Profile, or watch, more text.").wrong(
+            argument(batch, f"firing frequency of {self.key}", "Profile more text.").wrong(
                 "statistics of some tokens", "none" if self.experts is None else "none: its router gave it no token"
             )
         if batch < 1 or batch > sizes[-1]:
-            fix = "Profile with a larger batch_size, or watch so many sequences being decoded together."
+            fix = "Profile with a larger batch_size."
             expected = f"1 to {sizes[-1]} (what was profiled)"
             argument(batch, f"batch size for the firing frequency of {self.key}", fix).wrong(expected)
         upper = next(s for s in sizes if s >= batch)
@@ -175,16 +173,6 @@ class LayerStats(LayerHead):
         )
         weight = 0.0 if upper == lower else math.log2(batch / lower) / math.log2(upper / lower)
         return low + (high - low) * weight
-
-    @property
-    def scored(self) -> float:
-        """Number of profiled tokens, whose scores are in ``abs_sum`` and ``score_hist``."""
-        return float(self.score_hist.sum()) / self.intermediate
-
-    @property
-    def known_zero(self) -> float:
-        """Number of tokens that ``zeros`` covers."""
-        return self.scored if self.threshold > 0 else self.tokens
 
     def skew(self) -> float:
         """Gini coefficient of the neurons' frequencies: 0 = all equal, near 1 = few neurons dominate."""
@@ -229,19 +217,14 @@ class ActivationStats:
         """Cut on the score at which ``share`` of a layer's (token, neuron) pairs do not fire (CATS, 2404.08763).
 
         Interpolated in the histogram: off by 1/16 of the value at most. 0.0 if exact zeros reach the share alone.
-        Raises ConfigError unless 0 <= share < 1, and if there are no scores.
+        Raises ConfigError unless 0 <= share < 1.
         """
         if not 0.0 <= share < 1.0:
             argument(share, "share of neurons to skip", "0.7 means 70 % skipped.").wrong("0 <= share < 1", str(share))
         stats = self[key]
-        known = share == 0 or stats.tokens == 0 or stats.known_zero > 0
-        if known and float(stats.zeros.sum()) >= share * stats.known_zero * stats.intermediate:
+        want = share * stats.tokens * stats.intermediate
+        if float(stats.zeros.sum()) >= want:
             return 0.0
-        if not stats.scored:
-            argument(
-                share, f"threshold of {key} for a share of {share}", "Profile the model (torch_pi2.profile)."
-            ).wrong("statistics with scores", "counts alone, of a model that was watched in use")
-        want = share * stats.scored * stats.intermediate
         below = torch.cumsum(stats.score_hist, 0)
         bin_ = int(torch.searchsorted(below, torch.tensor(math.ceil(want))))
         inside = float(stats.score_hist[bin_])
