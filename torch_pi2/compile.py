@@ -35,7 +35,7 @@ _OPTIONS = ("plan", "predictors")
 def backend(
     gm: fx.GraphModule, example_inputs: Sequence, *, options: Mapping | None = None, mode: str | None = None
 ) -> Callable[..., Any]:
-    """Compile a Dynamo graph: sparse operators for FFNs and stacked experts, Inductor for everything else.
+    """Compile a Dynamo graph: sparse operators for FFNs, Inductor for everything else.
 
     Without a plan, layers of the ReLU family get the exact gate (lossless); others stay dense, named in warnings. A
     graph without FFNs, or one that needs gradients, is given to Inductor as it is, with one warning.

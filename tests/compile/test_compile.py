@@ -396,58 +396,14 @@ def agrees(fast, model, experts: int, tokens: int = 6) -> bool:
 
 
 @pytest.mark.usefixtures("captured_alone")
-@pytest.mark.parametrize("code", ["grouped_mm", pytest.param("batched_mm", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("code", "said"), [("grouped_mm", r"experts stays dense: stacked experts need"), ("eager", "is left to Inductor")]
+)
 @torch.no_grad()
-def test_experts_of_the_relu_family_are_sparse(code: str) -> None:
+def test_stacked_experts_stay_dense_with_a_warning(code: str, said: str) -> None:
     model = mixtures(2, experts_implementation=code)
-    fast = compiled(model)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="torch_pi2")
-        assert agrees(fast, model, 2)
-        assert agrees(fast, model, 2, tokens=5)  # sizes are symbols from here on
-    model[1].experts.down_proj.mul_(2)
-    model[0].experts.gate_up_proj.data.neg_()
-    assert agrees(fast, model, 2)
-
-
-@pytest.mark.usefixtures("captured_alone")
-@torch.no_grad()
-def test_experts_that_stay_dense_are_named() -> None:
-    loops = mixtures(1, experts_implementation="eager")
-    with pytest.warns(UserWarning, match=r"0\.experts stays dense: the code of MixtralExperts breaks graphs in all"):
-        assert agrees(compiled(loops), loops, 0)
-    torch._dynamo.reset()
-    smooth = mixtures(2, hidden_act="silu")
-    with pytest.warns(UserWarning, match=r"layers with silu stay dense .*\(0\.experts, 1\.experts\)"):
-        assert agrees(compiled(smooth), smooth, 0)
-
-
-@pytest.mark.usefixtures("captured_alone")
-@torch.no_grad()
-def test_experts_whose_code_does_more_stay_dense() -> None:
-    model = mixtures(1)
-    own = model[0].experts.forward
-    for other in (lambda x, *routed: own(x, *routed) * 1.01, lambda x, i, w: own(x, i, w) + own(x, i.flip(0), w)):
-        torch._dynamo.reset()
-        warn._said.clear()
-        model[0].experts.forward = other
-        with pytest.warns(UserWarning, match=r"0\.experts stays dense: the code of MixtralExperts has another form"):
-            assert agrees(compiled(model), model, 0)
-
-
-@pytest.mark.usefixtures("captured_alone")
-@torch.no_grad()
-def test_planned_experts() -> None:
-    model = mixtures(1, hidden_act="silu")
-    plan = make_plan(model, (torch.randn(1, 6, 64),), hot=0.0, method="threshold", threshold=0.1)
-    wanted = rewrite(copy.deepcopy(model), plan)
-    assert agrees(compiled(model, plan=plan), wanted, 1)
-    assert not agrees(wanted, model, 1)
-    for other in (mixtures(1), mixtures(1, hidden_act="silu")):
-        other[0].experts.down_proj.add_(1)
-        torch._dynamo.reset()
-        with pytest.raises(Exception, match="Make a new plan for this model"):
-            compiled(other, plan=plan)(torch.randn(1, 6, 64))
+    with pytest.warns(UserWarning, match=rf"{said} .*torch_pi2.optimize"):
+        assert agrees(compiled(model), model, 0)
 
 
 @pytest.mark.usefixtures("captured_alone")
