@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import tiny_experts
 import torch
-from serving import dense, quantised
+from serving import dense
 from torch import nn
 
 import torch_pi2
@@ -15,7 +15,7 @@ from torch_pi2.decode.decoder import Decoder
 from torch_pi2.errors import ConfigError
 from torch_pi2.eval.work import work
 from torch_pi2.layers.of_model import sparse_layers
-from torch_pi2.observe.live import PARTS, Firing, Meter
+from torch_pi2.observe.live import Firing
 from torch_pi2.observe.watch import Watch
 
 IDS_1T = torch.arange(5, 17).reshape(1, 12)
@@ -107,26 +107,3 @@ def test_somebody_else_who_watches_is_named() -> None:
         pytest.raises(ConfigError, match="expected one watch of it at a time, found another one running"),
     ):
         Firing(model).start()
-
-
-def test_milliseconds_by_part_are_those_of_the_clock() -> None:
-    model = quantised()
-    meter = Meter(model.get_input_embeddings().num_embeddings, None, every_s=0.0)
-    meter.enter("idle")
-    stepped(model, lambda: meter.enter("step"))
-    before = meter.read()
-    meter.enter("idle")
-    spent = meter.read()
-    assert before["step"].rounds == len(IDS_1T[0]) - 1  # what is read is not changed
-    step = spent["step"]
-    assert step.rounds == len(IDS_1T[0])
-    assert tuple(step.ms) == PARTS
-    assert sum(step.ms.values()) == pytest.approx(1e3 * step.seconds, rel=1e-6)
-    assert min(step.ms[part] for part in ("linear", "head", "ffn", "rest")) > 0
-    assert step.ms["predictor"] == step.ms["wait"] == 0  # it has none, and no store
-    rare = Meter(1, None, every_s=1e6)  # kinds that stay are not measured in between
-    for _ in range(3):
-        rare.enter("step")
-    assert rare.read() == {}
-    rare.enter("idle")
-    assert rare.read()["step"].rounds == 3

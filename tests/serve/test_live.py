@@ -16,6 +16,7 @@ import pytest
 from serving import Server, dense, quantised, tokenizer_of_example
 
 import torch_pi2
+from torch_pi2.errors import ConfigError
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.observe.watch import Watch
 from torch_pi2.serve import app
@@ -68,6 +69,14 @@ def until(condition: Callable[[], bool], seconds: float = 20) -> None:
         time.sleep(0.02)
 
 
+def unwatched(model: Any) -> bool:
+    try:
+        with Watch(sparse_layers(model)):  # which there can be one of
+            return True
+    except ConfigError:
+        return False
+
+
 def test_it_tells_what_is_done(server: Server) -> None:
     (first, about), *told = watched(server.url, lambda: ask(server.url, 60), model="tiny")
     assert (first, about["model"], about["sparse"], about["store"], about["together"]) == (
@@ -76,10 +85,11 @@ def test_it_tells_what_is_done(server: Server) -> None:
     assert [layer["key"] for layer in about["layers"]] == [f"model.layers.{i}.mlp" for i in range(5)]
     figures = [body for name, body in told if name == "figures"]
     assert sum(body["answer_tokens"] for body in figures) == 60
-    assert sum(body["prompt"]["rounds"] for body in figures if body["prompt"]) == 1
+    assert any(body["prompt"] for body in figures)
+    assert all(body["prompt"]["ms"] > 0 for body in figures if body["prompt"])
     steps = [body["step"] for body in figures if body["step"]]
     assert sum(step["rounds"] for step in steps) == 60  # the last token of the prompt is a step's
-    assert all(sum(step["parts_ms"].values()) == pytest.approx(step["ms"], rel=1e-3) for step in steps)
+    assert all(step["ms"] > 0 for step in steps)
     shares = [layer for body in figures for layer in body["layers"] if layer["tokens"]]
     assert shares
     assert all(0 < layer["fired_cold"] + layer["fired_hot"] < 1 for layer in shares)
@@ -91,13 +101,11 @@ def test_it_tells_what_is_done(server: Server) -> None:
 
 def test_nothing_is_counted_without_listeners(server: Server) -> None:
     model = server.model
-    until(lambda: server.batch.meter is None)
+    until(lambda: unwatched(model))
     with Watch(sparse_layers(model)):  # which there can be one of
         ask(server.url, 4)
     watched(server.url, lambda: ask(server.url, 4))
-    until(lambda: server.batch.meter is None)
-    with Watch(sparse_layers(model)):
-        pass
+    until(lambda: unwatched(model))
 
 
 def test_one_of_several_listeners_leaves(server: Server) -> None:
@@ -105,9 +113,9 @@ def test_one_of_several_listeners_leaves(server: Server) -> None:
         told = events(stays)
         assert next(told)[0] == "model"
         watched(server.url, lambda: ask(server.url, 30), model="tiny")
-        assert server.batch.meter is not None
+        assert not unwatched(server.model)
         assert sum(body.get("answer_tokens", 0) for _, body in (next(told) for _ in range(3))) > 0
-    until(lambda: server.batch.meter is None)
+    until(lambda: unwatched(server.model))
 
 
 def test_models_that_are_not_served_and_not_sparse(server: Server) -> None:

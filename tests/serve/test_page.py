@@ -95,7 +95,6 @@ def test_a_question_is_answered_and_the_engine_is_seen(tab: Tab, server: Server)
     assert page.locator("#used").inner_text().endswith(" %")
     assert float(page.locator("#speed").inner_text()) > 0
     assert page.locator("#step-ms").inner_text().endswith(" ms")
-    assert page.locator("#parts-key li:visible").count() >= 4
     painted = "id => { const c = document.getElementById(id);"
     painted += " return c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some((v) => v > 0); }"
     assert page.evaluate(painted, "heat")

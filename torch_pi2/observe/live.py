@@ -1,7 +1,5 @@
-"""Live figures of a served model: the share of neurons that fire in each layer, and the decoding thread's time."""
+"""Live figures of a served model: the share of neurons that fire in each layer."""
 
-import time
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,13 +8,8 @@ from torch import nn
 from torch_pi2.graph.routed import chosen_shares
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.of_model import sparse_layers
-from torch_pi2.layers.offloaded import Store
-from torch_pi2.observe import timings
 from torch_pi2.observe.watch import Watch
 from torch_pi2.rewrite.gpu import refuse_split
-
-#: Parts of a step's time.
-PARTS = ("linear", "head", "predictor", "ffn", "wait", "rest")
 
 
 class Firing:
@@ -75,62 +68,3 @@ class Firing:
 
 def _name(layer: SparseFFN) -> str:
     return layer.site.experts or layer.site.key
-
-
-@dataclass
-class Spent:
-    """Time of one kind of work: ``seconds`` of wall time in ``rounds``. ``ms``: by part of :data:`PARTS`: ``linear``
-    layers in our formats without the ``head``; ``ffn`` without its ``wait`` for reads; ``rest``: attention, norms,
-    sampling, PyTorch's linear layers.
-    """
-
-    rounds: int = 0
-    seconds: float = 0.0
-    ms: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
-
-
-class Meter:
-    """Adds up the time that a thread spends on each kind of work. The core's clocks are read when the kind changes, and
-    at least every ``every_s`` seconds; they are process-wide, so parts include the time of other models.
-    ``vocabulary``: rows of the head, which distinguish it from other linear layers. ``store``: of the model, or None.
-    """
-
-    def __init__(self, vocabulary: int, store: Store | None, every_s: float = 0.2) -> None:
-        self._vocabulary, self._store, self._every_s = vocabulary, store, every_s
-        self._kind: str | None = None
-        self._rounds = 0
-        self._before: dict[str, float] = {}
-        self._spent: dict[str, Spent] = {}
-
-    def enter(self, kind: str) -> None:
-        """Begin a round of ``kind``; to be called by one thread only."""
-        if kind != self._kind or 1e3 * (time.perf_counter() - self._every_s) >= self._before["total"]:
-            self._add()
-            self._kind = kind
-        self._rounds += 1
-
-    def read(self) -> dict[str, Spent]:
-        """Totals by kind, from any thread; a snapshot."""
-        return self._spent
-
-    def _add(self) -> None:
-        now, before = self._sample(), self._before
-        if self._kind is not None:
-            past = {name: max(0.0, now[name] - before[name]) for name in now}  # clocks may have been reset
-            total = past.pop("total")
-            past["wait"] = min(past["wait"], past["ffn"])
-            past["ffn"] -= past["wait"]
-            past["rest"] = max(0.0, total - sum(past.values()))
-            spent = self._spent.get(self._kind, Spent())
-            ms = {part: spent.ms[part] + past[part] for part in PARTS}
-            added = Spent(spent.rounds + self._rounds, spent.seconds + total / 1e3, ms)
-            self._spent = {**self._spent, self._kind: added}  # readers keep the old dict
-        self._before, self._rounds = now, 0
-
-    def _sample(self) -> dict[str, float]:
-        wait_ns = 0 if self._store is None else self._store.stats()["wait_ns"] / max(1, torch.get_num_threads())
-        rows = timings.read(reset=False)
-        linear, head = timings.split_head(rows, self._vocabulary)
-        ffn, predictor = (timings.milliseconds(rows, kind) for kind in (timings.FFN, timings.PREDICTOR))
-        parts = {"linear": linear, "head": head, "predictor": predictor, "ffn": ffn, "wait": wait_ns / 1e6}
-        return {"total": 1e3 * time.perf_counter(), **parts}

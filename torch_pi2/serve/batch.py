@@ -21,7 +21,6 @@ from torch_pi2.decode.chunked_prefill import prompt_path_lengths, takes_several_
 from torch_pi2.decode.decoder import Decoder, check_vocabulary
 from torch_pi2.decode.sequence import GeneratedSequence, Sampling, pick
 from torch_pi2.errors import BusyError, ClosedError, ConfigError, GroupError, ShapeError
-from torch_pi2.observe.live import Meter
 from torch_pi2.serve.prefix import PrefixCache
 
 if TYPE_CHECKING:
@@ -152,7 +151,6 @@ class Batch:
             max_batch_size = 1
         self.max_tokens, self.max_batch_size, self.max_queue = max_tokens, max_batch_size, max_queue
         self.capacity, self.counts = max_batch_size + max_queue, Counts()
-        self.meter: Meter | None = None
         self._group = group_of(model)
         self._decoder = Decoder(model, max_tokens=max_tokens, batch=max_batch_size, compiled=compiled, logits=True)
         self._vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
@@ -212,10 +210,6 @@ class Batch:
         with self._changed:
             return {"live": self.max_batch_size - self._free(), "waiting": len(self._waiting)}
 
-    def _enter(self, work: str) -> None:
-        if (meter := self.meter) is not None:
-            meter.enter(work)
-
     def _joining(self) -> list[Sequence]:
         """The sequence whose prompt is being read, if any."""
         return [] if self._reading is None else [self._reading[0]]
@@ -227,7 +221,6 @@ class Batch:
         while True:
             with self._changed:
                 while not (self._waiting or self._live or self._reading or self._closing):
-                    self._enter("idle")
                     self._changed.wait()
                 if self._closing and not (self._waiting or self._live or self._reading):
                     return
@@ -255,7 +248,6 @@ class Batch:
         while self._reading is not None or self._begin():
             assert self._reading is not None
             sequence, chunks = self._reading
-            self._enter("prompt")
             started = time.perf_counter()
             try:
                 left = None if sequence._cancelled else next(chunks, None)
@@ -311,7 +303,6 @@ class Batch:
             self._drop([sequence for sequence in self._live if sequence._cancelled == reason], reason)
         if not self._live:
             return
-        self._enter("step")
         ids_B1 = torch.tensor([[sequence._last()] for sequence in self._live], dtype=torch.int64)
         started = time.perf_counter()
         logits_BV = self._decoder.step(ids_B1).cpu()  # waits for a GPU

@@ -3,14 +3,15 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from torch_pi2.eval.work import Work
 from torch_pi2.layers.offloaded import Store
 from torch_pi2.observe import counters
-from torch_pi2.observe.live import Firing, Meter, Spent
+from torch_pi2.observe.live import Firing
 from torch_pi2.rewrite.state import ModelState, SparseState, store_of
+from torch_pi2.serve.batch import Counts
 from torch_pi2.serve.model import ServedModel
 
 #: Minimum and maximum seconds between two readings. The pause is 100 times a reading's CPU time, so readings take 1 %.
@@ -20,9 +21,6 @@ _PAUSE = 100
 _MOST_QUEUED = 16
 #: Seconds without an event before an ``alive`` event, which detects dead connections.
 _ALIVE_S = 5.0
-#: Work of the batch's thread whose times are sent.
-WORK = ("step", "prompt")
-
 #: Name and data of an event.
 Event = tuple[str, dict[str, Any]]
 _Queue = asyncio.Queue[Event | Exception | None]
@@ -33,10 +31,8 @@ class _Reading:
     """Counters at one time."""
 
     at: float
-    answer_tokens: int
-    prompt_tokens: int
+    counts: Counts
     work: dict[str, int]
-    spent: dict[str, Spent]
     store: dict[str, int] | None
 
 
@@ -105,7 +101,6 @@ class Live:
                 await asyncio.sleep(max(EVERY_S, min(_MOST_S, _PAUSE * took_s)))
         finally:
             self._idle = None
-            self._served.batch.meter = None
             await asyncio.to_thread(self._firing.stop)
 
     def _store(self) -> Store | None:
@@ -113,8 +108,6 @@ class Live:
 
     def _start(self) -> None:
         self._firing.start()
-        vocabulary: int = self._served.model.get_input_embeddings().num_embeddings  # type: ignore[operator]
-        self._served.batch.meter = Meter(vocabulary, self._store())
         self._before = self._reading()
 
     def _about(self) -> dict[str, Any]:
@@ -125,10 +118,9 @@ class Live:
         return about | {"together": self._together}
 
     def _reading(self) -> _Reading:
-        batch, store = self._served.batch, self._store()
-        at, answered, read = time.perf_counter(), batch.counts.answer_tokens, batch.counts.prompt_tokens
-        spent, stats = {} if batch.meter is None else batch.meter.read(), None if store is None else store.stats()
-        return _Reading(at, answered, read, counters.read(), spent, stats)
+        store = self._store()
+        stats = None if store is None else store.stats()
+        return _Reading(time.perf_counter(), replace(self._served.batch.counts), counters.read(), stats)
 
     def _figures(self) -> tuple[dict[str, Any], float]:
         """Differences since the last reading, and the CPU time that reading took."""
@@ -137,17 +129,19 @@ class Live:
         assert before is not None
         self._before = now
         state = self._served.batch.state()
-        seconds, answered = now.at - before.at, now.answer_tokens - before.answer_tokens
-        read = now.prompt_tokens - before.prompt_tokens
-        kinds = {kind: _mean_times(before.spent.get(kind, Spent()), now.spent.get(kind, Spent())) for kind in WORK}
+        seconds, counts, then = now.at - before.at, now.counts, before.counts
+        answered, read = counts.answer_tokens - then.answer_tokens, counts.prompt_tokens - then.prompt_tokens
+        steps, step_s = counts.steps - then.steps, counts.step_seconds - then.step_seconds
+        step = {"rounds": steps, "ms": 1e3 * step_s / steps} if steps else None
+        prompt = {"tokens": read, "ms": 1e3 * (counts.prompt_seconds - then.prompt_seconds)} if read else None
         layers = self._firing.read(state["live"])  # slightly later than ``now``
         fired = any(layer["tokens"] for layer in layers)
         work = Work(**_since(before.work, now.work, [field.name for field in fields(Work)]))
         figures: dict[str, Any] = {"seconds": seconds, **state, "answer_tokens": answered, "prompt_tokens": read}
         figures |= {"tokens_per_second": answered / seconds, "layers": layers}
         figures["ffn"] = {name: getattr(work, name) for name in ("neurons_computed", "neurons_used", "rows_used")}
-        busy = bool(state["live"] or state["waiting"] or answered or read or fired or any(kinds.values()))
-        figures |= {**kinds, "store": _store_figures(before.store, now.store), "busy": busy}
+        busy = bool(state["live"] or state["waiting"] or answered or read or fired or steps)
+        figures |= {"step": step, "prompt": prompt, "store": _store_figures(before.store, now.store), "busy": busy}
         return figures, time.thread_time() - started
 
 
@@ -156,15 +150,6 @@ async def _next(queue: _Queue) -> Event | Exception | None:
         return await asyncio.wait_for(queue.get(), _ALIVE_S)
     except TimeoutError:
         return "alive", {}
-
-
-def _mean_times(before: Spent, now: Spent) -> dict[str, Any] | None:
-    """Mean times of a round; None if none ended."""
-    rounds = now.rounds - before.rounds
-    if not rounds:
-        return None
-    ms = {part: (now.ms[part] - before.ms[part]) / rounds for part in now.ms}
-    return {"rounds": rounds, "ms": 1e3 * (now.seconds - before.seconds) / rounds, "parts_ms": ms}
 
 
 def _since(before: Mapping[str, int], now: Mapping[str, int], names: list[str]) -> dict[str, int]:

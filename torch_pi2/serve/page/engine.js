@@ -4,14 +4,6 @@ import { make } from './plain.js';
 
 const $ = (id) => document.getElementById(id);
 const KEPT_S = 30;
-const PARTS = [
-  ['ffn', 'feed-forward neurons'],
-  ['predictor', 'predictors'],
-  ['wait', 'waiting for reads'],
-  ['linear', 'linear layers around attention'],
-  ['head', 'head: scores of the next token'],
-  ['rest', 'attention to keys, norms, choosing'],
-];
 
 export class Engine {
   constructor() {
@@ -42,14 +34,10 @@ export class Engine {
     $('store-card').hidden = $('hits-tile').hidden = !about.store;
     $('batch-size').textContent = ` of ${about.max_batch_size}`;
     $('together').hidden = about.together < 2;
-    $('together').textContent = `Weights used and milliseconds are of all ${about.together} models of this server together.`;
+    $('together').textContent = `Weights used are of all ${about.together} models of this server together.`;
     $('layers').classList.toggle('many', about.layers.length > 12);
     this.rows = about.layers.map((layer, i) => new Row(layer, i));
     $('layers').replaceChildren(...this.rows.map((row) => row.node));
-    const rest = about.weights === 'float' ? 'all else: attention, PyTorch’s linear layers' : null;
-    this.parts = PARTS.map(([part, title]) => new Part(part, part === 'rest' && rest ? rest : title));
-    $('parts').replaceChildren(...this.parts.map((part) => part.segment));
-    $('parts-key').replaceChildren(...this.parts.map((part) => part.node));
     this.draw();
   }
 
@@ -70,23 +58,14 @@ export class Engine {
       $('speed').textContent = $('speed-small').textContent = number(now.tokens_per_second);
     }
     if (idle) $('speed-small').textContent = '';
-    if (now.step) this.step(now.step);
-    if (now.prompt) {
-      const prompts = now.prompt.rounds;
-      $('prompt-ms').textContent = `Reading ${prompts === 1 ? 'the last prompt' : `each of ${prompts} prompts`}: ${ms(now.prompt.ms)}`;
-    }
+    if (now.step) $('step-ms').textContent = ms(now.step.ms);
+    if (now.prompt) $('prompt-ms').textContent = `Reading ${now.prompt.tokens} tokens of prompts: ${ms(now.prompt.ms)}`;
+    else if (now.step && $('prompt-ms').textContent === 'Nothing measured yet.') $('prompt-ms').textContent = '';
     if (now.store?.wanted) this.store(now);
     const at = performance.now() / 1000;
     this.past.push({ at, seconds: Math.min(1, now.seconds), speed: now.tokens_per_second, fired });
     while (this.past.length && this.past[0].at < at - KEPT_S) this.past.shift();
     this.draw();
-  }
-
-  step(step) {
-    $('step-ms').textContent = ms(step.ms);
-    const total = Math.max(step.ms, 1e-9);
-    for (const part of this.parts) part.show(step.parts_ms[part.name], total);
-    if ($('prompt-ms').textContent === 'Nothing measured yet.') $('prompt-ms').textContent = '';
   }
 
   store(now) {
@@ -170,28 +149,6 @@ class Row {
     this.firedCold.style.width = `${100 * firedCold}%`;
     this.share.textContent = percent(firedHot + firedCold);
     this.bar.ariaLabel = `${percent(firedHot + firedCold)} fired; ${percent(hot)} are hot`;
-  }
-}
-
-/** A part of a step: a segment, and a line below. */
-class Part {
-  constructor(name, title) {
-    this.name = name;
-    this.segment = make('i');
-    this.node = make('li');
-    this.node.hidden = true;
-    const mark = make('i');
-    mark.style.background = this.segment.style.background = `var(--${name})`;
-    this.ms = make('b');
-    this.share = make('span');
-    this.node.append(mark, make('span', '', title), this.ms, this.share);
-  }
-
-  show(value, total) {
-    this.node.hidden = value < 0.0005;
-    this.segment.style.width = `${(100 * value) / total}%`;
-    this.ms.textContent = ms(value);
-    this.share.textContent = `${Math.round((100 * value) / total)} %`;
   }
 }
 
