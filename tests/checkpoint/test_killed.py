@@ -176,7 +176,6 @@ def _is_killed_while_it_writes(path: Path) -> None:
 INSIDE: dict[str, Callable[[Path], object]] = {
     "begun.json": lambda folder: work_folder(folder, {"text": "a"}).__enter__(),
     "pi2/verdict.json": lambda folder: torch_pi2.save(torch_pi2.optimize(tiny("llama-relu")), folder),
-    "README.md": lambda folder: torch_pi2.save(torch_pi2.optimize(tiny("llama-relu")), folder),
     "manifest.json": check_bundle_folder,
     "config.json": _check_out,
 }

@@ -1,4 +1,4 @@
-"""The verdict: measured by verbs that write a model, kept in its folder, and shown; and the card that it is in."""
+"""The verdict: measured by verbs that write a model, kept in its folder, and shown."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import ModelCard
 from shared import shared_folder
 from tiny_tokenizers import byte_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from torch_pi2 import cli
-from torch_pi2.checkpoint import card
 from torch_pi2.errors import ArtifactError, StaleArtifactError
 from torch_pi2.machine import process
 from torch_pi2.types.verdict import Loss, Speed, Verdict
@@ -35,7 +33,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         config = LlamaConfig(vocab_size=300, hidden_act="relu", max_position_embeddings=512, **sizes)
         LlamaForCausalLM(config).save_pretrained(model)
         byte_tokenizer(TEXT).save_pretrained(model)
-        (model / "README.md").write_text("---\nlicense: apache-2.0\nbase_model: some/where\n---\n\n# Mine\n")
         (root / "text.py").write_text(TEXT)
         argv = ["optimize", model, "--out", root / "exact", "--method", "exact", "--tokens", 2048]
         assert cli.main([*map(str, argv), "--text", str(root / "text.py"), "--json"]) == 0
@@ -83,61 +80,10 @@ def test_inspect_shows_it(root: Path, command: Any) -> None:
     assert "measured:" in out
 
 
-def test_the_card_is_one_for_the_hub(root: Path) -> None:
-    made = ModelCard.load(root / "exact" / "README.md")
-    data = made.data.to_dict()
-    assert data["library_name"] == "torch_pi2"
-    assert data["license"] == "apache-2.0"
-    assert data["base_model"] == "some/where"
-    assert "sparse" in data["tags"]
-    assert "## Verdict" in made.text
-    assert "tokens/s" in made.text
-
-
 def some(**other: Any) -> Verdict:
     about: dict[str, Any] = {"machine": {"cpu": "x|y"}, "versions": {"torch": "2"}, "not_measured": {}}
     first = ("ab" * 32, (), ("torch-pi2 optimize <a>",), 5, None, None, None)
     return Verdict(*first, date="2026-01-01T00:00:00+00:00", **(about | other))
-
-
-def test_a_users_own_card_is_kept(tmp_path: Path) -> None:
-    path = tmp_path / card.CARD_FILE
-    path.write_bytes(b"# Mine\n\nwords \xff that are no UTF-8\n")
-    card.write_card(tmp_path, some(), "some/where", "run it")
-    once = path.read_bytes()
-    assert once.startswith(b"# Mine\n\nwords \xff that are no UTF-8\n")
-    assert b"not measured" in once
-    path.write_bytes(once + b"more words\n")
-    card.write_card(tmp_path, some(), "some/where", "run it otherwise")
-    again = path.read_bytes()
-    assert again.endswith(b"more words\n")
-    assert again.count(b"## Verdict") == 1
-    assert b"run it otherwise" in again
-    assert b"x\\|y" in again
-    assert b"&lt;a&gt;" in again
-
-
-@pytest.mark.slow
-def test_replacing_a_folder_keeps_its_card(root: Path, command: Any, tmp_path: Path) -> None:
-    argv = ("optimize", root / "model", "--method", "exact", "--tokens", 512, "--text", root / "text.py")
-    command(*argv, "--out", tmp_path / "out")
-    path = tmp_path / "out" / "README.md"
-    path.write_text(path.read_text() + "\nmine\n")
-    command(*argv, "--out", tmp_path / "out")
-    assert path.read_text().endswith("\nmine\n")
-    assert path.read_text().count("## Verdict") == 1
-    command(*argv, "--out", tmp_path / "out", "--no-verdict")
-    assert path.read_text().endswith("\nmine\n")
-    assert "## Verdict" not in path.read_text()
-
-
-def test_a_card_of_the_source_that_nobody_can_read(tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text("---\nlicense: [a, {b: \n---\n")
-    assert "license" not in card.metadata(tmp_path)
-    (tmp_path / "README.md").write_text("---\nlicense: {a: 1}\nbase_model: [a/b, c/d]\n---\n")
-    assert card.metadata(tmp_path).get("base_model") == ["a/b", "c/d"]
-    assert "license" not in card.metadata(tmp_path)
-    assert card.metadata("owner/model")["base_model"] == "owner/model"
 
 
 def test_it_reads_what_it_wrote(tmp_path: Path) -> None:
@@ -171,7 +117,6 @@ def test_packing_changes_no_number_and_keeps_the_verdict(root: Path, command: An
     assert ran.json["verdict"]["speed"] == speed | {"how": f"{speed['how']}; in memory, of exact, before pack"}
     assert ran.json["verdict"]["made"] == [*before.made, "torch-pi2 pack exact"]
     assert ran.json["verdict"]["sparse_bytes"] == (tmp_path / "store" / "pi2" / "model.pi2").stat().st_size
-    assert 'license: "apache-2.0"' in (tmp_path / "store" / "README.md").read_text()
     assert command("inspect", tmp_path / "store", "--json").json["verdict"] == ran.json["verdict"]
 
 

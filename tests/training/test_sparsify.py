@@ -74,7 +74,7 @@ def test_the_result_is_an_ordinary_checkpoint_with_zeros(dense: Path, done: tupl
     assert {layer.method for layer in plan.layers} == {"exact"}
 
 
-def test_report_and_card_say_what_was_done(done: tuple[Path, SparsifyReport]) -> None:
+def test_the_report_says_what_was_done(done: tuple[Path, SparsifyReport]) -> None:
     out, report = done
     said = json.loads((out / "sparsify.json").read_text())
     assert said.pop("crc32c")
@@ -84,11 +84,6 @@ def test_report_and_card_say_what_was_done(done: tuple[Path, SparsifyReport]) ->
     assert [row["weight"] for row in said["curve"][1:]] == [row["weight_next"] for row in said["curve"][:-1]]
     assert [len(row["zeros"]) for row in said["curve"]] == [2] * 4
     assert (report.tokens, report.text_tokens % 32, report.heldout_tokens) == (40 * 4 * 32, 0, 4 * 32)
-    card = (out / "README.md").read_text()
-    assert 'library_name: "transformers"' in card
-    assert "# relu\n" in card
-    for line in report.lines().values():
-        assert line in card
 
 
 def seed_all() -> None:

@@ -16,7 +16,6 @@ from torch_pi2.base.memory import leave_cache
 from torch_pi2.base.modules import fresh_settings
 from torch_pi2.base.package import quiet_imports
 from torch_pi2.base.tensorfile import TensorWriter
-from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.checkpoint.foreign import QuantizedCheckpoint
 from torch_pi2.checkpoint.quantize import copy_small_files, new_plan, other_linears
 from torch_pi2.checkpoint.stored import PackedSource, Stored, bound_plan
@@ -100,7 +99,6 @@ def import_quantized(
     check_replaceable(folder)
     start = time.perf_counter()
     with QuantizedCheckpoint(source) as checkpoint, replacing_folder(folder) as staging:
-        keep_card(folder, staging)
         copy_small_files(source, staging)
         config = read_config(staging)
         config.pop("quantization_config", None)

@@ -15,7 +15,6 @@ from torch_pi2.base.files import replacing_folder
 from torch_pi2.base.modules import fresh_settings
 from torch_pi2.base.package import __version__
 from torch_pi2.base.reading import parse, read_bytes
-from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.checkpoint.quantize import convert, copy_small_files
 from torch_pi2.distributed import shard_store
 from torch_pi2.errors import ArtifactError, ConfigError, check_choice
@@ -130,7 +129,6 @@ def pack(
             if ranks != 1:
                 refuse_custom(plan, f"pack(ranks={ranks})")
             if ranks == 1:
-                keep_card(folder, staging)
                 report = packer.pack(staging)
             elif by == "layers":
                 report = packer.pack_shards(staging, shard_store.partition_layers(plan, ranks, shares))

@@ -16,7 +16,6 @@ from torch_pi2.base.fields import argument, checked
 from torch_pi2.base.files import not_written, replacing_folder
 from torch_pi2.base.memory import letting_go
 from torch_pi2.base.modules import fresh_settings
-from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.checkpoint.stored import Stored, bound_plan, largest_dtype, load_mapped
 from torch_pi2.checkpoint.weights_writer import NO_HASH, NO_ROWS, Quantizer, QuantizeReport
 from torch_pi2.errors import CalibrationError, check_choice
@@ -153,7 +152,6 @@ def convert(
     else:
         plan = new_plan(search(empty, on_meta=True, needed=in_floats))
     with replacing_folder(folder) as staging:
-        keep_card(folder, staging)
         (staging / folders.PI2_FOLDER).mkdir()
         copy_small_files(source, staging)
         model = skeleton(source, trust_remote_code=trust_remote_code)

@@ -22,7 +22,6 @@ from torch_pi2.base.modules import fresh_settings
 from torch_pi2.base.offloaded import OffloadedParameter
 from torch_pi2.base.package import quiet_imports
 from torch_pi2.base.tensorfile import adding_checks, verifying
-from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.checkpoint.gguf.importing import cached_import
 from torch_pi2.checkpoint.offloaded import load_offloaded
 from torch_pi2.checkpoint.sparse import LoadSettings, load_sparse, save_weights, save_without_weights, weights_of
@@ -88,7 +87,6 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
             raise UnsupportedModelError(what, expected=expected, found=f"{name}, {reason.partition(':')[0]}", fix=fix)
     quantised = weights_of(model) != "float"
     with replacing_folder(folder) as staging:
-        keep_card(folder, staging)
         if quantised:
             save_weights(model, parts.plan, staging / folders.PI2_FOLDER)
             save_without_weights(model, staging)

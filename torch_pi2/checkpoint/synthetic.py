@@ -22,7 +22,6 @@ from torch_pi2.base.fields import checked
 from torch_pi2.base.files import replacing_folder
 from torch_pi2.base.modules import fresh_settings
 from torch_pi2.base.tensorfile import Spec, TensorWriter
-from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import FLOATS, QUANTIZED, row_bytes
 from torch_pi2.graph.find import search
@@ -111,7 +110,6 @@ def synthetic(
     folder = Path(folder).resolve()
     check_replaceable(folder)
     with replacing_folder(folder) as staging:
-        keep_card(folder, staging)
         config.save_pretrained(staging)
         _Writer(config, label, progress).write(staging / PI2_FOLDER)
         declare(staging)

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         lossy = ["int8 activations"] if config.activations == "int8" else []
         also: Any = {"tokenizer": tokenizer, "not_measured": why, "trust_remote_code": args.trust_remote_code}
         judged = judge(model, dense, args.out, made=made, dense_bytes=dense_bytes, lossy=lossy, **also)
-        verdict.keep(args.out, judged, args.model)
+        judged.save(args.out / "pi2")
     errors = get_state(model).quantization
     return {"out": str(args.out), **describe(args.out), "weights": config.weights, "quantization": errors}
 

@@ -72,7 +72,7 @@ def of_folder(args: argparse.Namespace, verb: str, lossy: Sequence[str] = ()) ->
     else:
         phase(MEASURING)
         found = _of_folder(args, made, lossy)
-    keep(args.out, found, args.source)
+    found.save(args.out / "pi2")
 
 
 def _of_folder(args: argparse.Namespace, made: Sequence[str], lossy: Sequence[str]) -> "Verdict":
@@ -117,14 +117,6 @@ def read(folder: Path, model_hash: str | None = None) -> "Verdict | None":
 def as_json(folder: Path, model_hash: str | None = None) -> dict[str, Any] | None:
     found = read(folder, model_hash) if folder.is_dir() else None
     return None if found is None else found.to_json()
-
-
-def keep(folder: Path, verdict: "Verdict", source: str | Path) -> None:
-    """Write ``verdict`` and the model card into ``folder``, which was made from ``source``."""
-    from torch_pi2.checkpoint.card import write_card
-
-    verdict.save(folder / "pi2")
-    write_card(folder, verdict, source, f"torch-pi2 generate {folder.resolve().name} --prompt 'Once upon a time'")
 
 
 def shown(data: dict[str, Any] | None) -> str:

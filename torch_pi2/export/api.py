@@ -12,7 +12,6 @@ from torch import nn
 from torch_pi2.base.fields import argument, checked
 from torch_pi2.base.files import atomic_write, replacing_folder
 from torch_pi2.base.progress import log
-from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.decode.generate import ignored_settings
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.export.delegated import delegated_copy, exported_layers, linears_of, prepare_rest, registered
@@ -119,7 +118,6 @@ def export(
         manifest = manifest_of(source, settings, facts, staging, methods, planned)
         manifest.save(staging)
         manifest.verify(staging)
-        keep_card(folder, staging)
     return folder
 
 

@@ -13,12 +13,10 @@ from torch_pi2.base.fields import Field, to_json
 from torch_pi2.base.files import atomic_write, read_json
 from torch_pi2.base.progress import bar
 from torch_pi2.errors import ArtifactError
-from torch_pi2.store.folder import CARD_FILE
-from torch_pi2.types.verdict import VERDICT_FILE
 
 MANIFEST_FILE = "manifest.json"
-#: Files for people, not in the manifest: the verdict, and the card, which users may edit.
-BESIDE = (VERDICT_FILE, CARD_FILE)
+#: A user's file that may lie in a bundle, not in the manifest.
+_BESIDE = "README.md"
 FORMAT = "torch_pi2.bundle"
 VERSION = 4
 #: ExecuTorch's program, and the neuron store.
@@ -199,7 +197,7 @@ class Manifest:
             paths[STORE_FILE] = store
         for name, entry in self.files.items():
             _check_file(paths[name], entry, "sizes")
-        known = {*self.files, MANIFEST_FILE, *BESIDE}
+        known = {*self.files, MANIFEST_FILE, _BESIDE}
         others = {p.name for p in folder.iterdir() if not p.name.startswith(".")} - known
         if others:
             fix = "Move it out of the bundle, or export again."

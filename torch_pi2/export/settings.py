@@ -11,7 +11,7 @@ from torch_pi2.base.files import entries
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.export import qnn
 from torch_pi2.export.executorch import check_executorch
-from torch_pi2.export.manifest import BESIDE, MANIFEST_FILE, Manifest
+from torch_pi2.export.manifest import MANIFEST_FILE, Manifest
 from torch_pi2.types.config import HOT_ATTENTION, KV_FORMATS, LINEARS
 
 #: Settings for an NPU only.
@@ -106,6 +106,6 @@ def check_bundle_folder(folder: Path) -> None:
     if (folder / MANIFEST_FILE).is_file():
         with suppress(ArtifactError):  # another program's manifest.json
             ours |= Manifest.load(folder, verify=False).files.keys()
-    if not folder.is_dir() or ours == {MANIFEST_FILE} or {path.name for path in entries(folder)} - ours - {*BESIDE}:
+    if not folder.is_dir() or ours == {MANIFEST_FILE} or {path.name for path in entries(folder)} - ours:
         found = "other files" if folder.is_dir() else "a file"
         Field(folder, str(folder), "Choose another folder.").wrong("a new or empty folder, or an earlier bundle", found)

@@ -34,8 +34,6 @@ _HEADER = b'{"__metadata__":{"format":"pt","pi2_format":"torch_pi2.transformers"
 _CONTENT = len(_HEADER).to_bytes(8, "little") + _HEADER
 #: Files in ``pi2/``.
 _PARTS = ("plan.json", "plan.safetensors", PREDICTORS_FILE, STATS_FILE, WEIGHTS_FILE, STORE_FILE, VERDICT_FILE)
-#: The model card, which may have a user's text and is kept when a folder is replaced.
-CARD_FILE = "README.md"
 #: Files beside the weights that a checkpoint needs: configuration, tokenizer, modelling code.
 SMALL_FILES = ("*.json", "*.txt", "*.model", "*.py", "*.jinja", "*.tiktoken")
 #: transformers' folder for several chat templates of a tokenizer.
@@ -71,7 +69,7 @@ def _stranger(folder: Path) -> str | None:
         if kinds and (path.is_symlink() or not path.is_dir()):
             return path.name
         files = entries(path) if kinds else [path]
-        kinds = kinds or (*SMALL_FILES, "*.safetensors", CARD_FILE)
+        kinds = kinds or (*SMALL_FILES, "*.safetensors")
         for file in files:
             if not file.is_file() or not any(fnmatch.fnmatchcase(file.name, kind) for kind in kinds):
                 return str(file.relative_to(folder))

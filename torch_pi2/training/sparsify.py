@@ -17,7 +17,6 @@ from torch_pi2.base.modules import fresh_settings
 from torch_pi2.base.progress import phase
 from torch_pi2.base.tensorfile import adding_checks
 from torch_pi2.base.units import percent
-from torch_pi2.checkpoint.card import keep_card, section, write_part
 from torch_pi2.checkpoint.save_load import load_dense
 from torch_pi2.errors import CalibrationError, ConfigError, UnsupportedModelError
 from torch_pi2.profiling.data import digest, opening_of
@@ -109,7 +108,7 @@ def sparsify(
     """Train ``model`` on ``text`` until most values of its FFN neurons are exactly zero; writes the folder ``out``.
 
     The activation becomes ReLU, and Hugging Face's Trainer trains with a penalty on the input of ``down``, whose weight
-    is steered until the share of zeros is the target. Lossy: the report, ``sparsify.json`` and the model card have the
+    is steered until the share of zeros is the target. Lossy: the report and ``sparsify.json`` have the
     loss on held-out text before and after. ``out`` is an ordinary Hugging Face folder for :func:`torch_pi2.optimize`
     (with ``drelu`` it contains modelling code, which needs ``trust_remote_code``).
 
@@ -300,7 +299,6 @@ def _measured(model: Any, zeros: Zeros, heldout_NT: torch.Tensor, arguments: Any
 
 def _write(out: Path, student: Any, tokenizer: Any, code: Code | None, report: SparsifyReport, source: str) -> None:
     with replacing_folder(out) as staging:
-        keep_card(out, staging)
         with adding_checks(staging):
             student.save_pretrained(staging)
         tokenizer.save_pretrained(staging)
@@ -310,9 +308,3 @@ def _write(out: Path, student: Any, tokenizer: Any, code: Code | None, report: S
             for path in Path(source).glob("*.py"):
                 shutil.copyfile(path, staging / path.name)
         (staging / REPORT_FILE).write_text(json_text(FORMAT, VERSION, report.to_json()) + "\n")
-        text = (
-            "Trained by `torch-pi2 sparsify`; settings and curves are in `sparsify.json`. This is an ordinary "
-            "checkpoint; the command below makes use of the zeros."
-        )
-        card = section("Sparsified", report.lines(), text, f"torch-pi2 optimize {out.name} --out {out.name}-fast")
-        write_part(staging, card, source, "transformers", out.name)

@@ -17,7 +17,6 @@ from torch_pi2.base.files import cache_folder, locked, not_written, replacing_fo
 from torch_pi2.base.modules import fresh_settings
 from torch_pi2.base.package import __version__, quiet_imports
 from torch_pi2.base.progress import log
-from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.checkpoint.gguf.families import configuration
 from torch_pi2.checkpoint.gguf.predictors import import_predictors
 from torch_pi2.checkpoint.gguf.source import GgufCheckpoint
@@ -90,7 +89,6 @@ def import_gguf(
     check_replaceable(folder)
     start = time.perf_counter()
     with GgufCheckpoint(file) as checkpoint, replacing_folder(folder) as staging:
-        keep_card(folder, staging)
         _write_config(checkpoint, staging)
         tokenizer = write_tokenizer(checkpoint.file, staging)
         report = write_imported(checkpoint, staging, neurons, progress, activations="int8", parts=parts)
