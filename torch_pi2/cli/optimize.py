@@ -96,7 +96,7 @@ def _of_quantised(args: argparse.Namespace) -> dict[str, Any]:
         )
         dense = None if why else torch_pi2.load(args.model)
         about: Any = {"tokenizer": tokenizer, "made": [verdict.step("optimize", source, given)], "not_measured": why}
-        verdict.keep(args.out, judge(torch_pi2.load(args.out), dense, args.out, **about), source)
+        judge(torch_pi2.load(args.out), dense, args.out, **about).save(args.out / "pi2")
     return {"out": str(args.out), **describe(args.out), "weights": report.weights, "quantization": {}}
 
 
