@@ -11,6 +11,7 @@ BENCHMARKS = {
     "imported": "GGUF files of several types, imported, beside llama.cpp on the same files",
     "real": "real GGUF files: start, speed, memory and loss, beside llama.cpp",
     "humaneval": "HumanEval's problems, solved by a real GGUF file here and in llama.cpp",
+    "kv": "keys and values in 8 and 4 bits on a real GGUF file: loss, bytes, speed of attention",
     "bundle": "bundles in the C++ runner by the format of keys and values, beside PyTorch's Decoder",
     "generate": "model.generate over our steps, beside transformers' own and torch_pi2.generate",
     "offload": "a model larger than memory, step by step from mmap to the pipeline",

@@ -11,6 +11,8 @@ from torch_pi2.errors import ShapeError
 #: Numbers of a quantised row per float16 scale.
 GROUP = 32
 _SCALE_BYTES = 2
+#: Formats of quantised keys and values in steps.
+KV = ("int8", "int4")
 #: Weights or activations in their own dtype.
 FLOAT = "float"
 

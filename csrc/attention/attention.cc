@@ -59,7 +59,7 @@ struct Work {
   // Keys or values of a sequence and head.
   const char* cache_at(const void* data, const std::int64_t (&strides)[3], std::int64_t b, std::int64_t head) const {
     const std::int64_t lane = args.lanes == nullptr ? b : args.lanes[b];
-    return static_cast<const char*>(data) + (lane * strides[0] + head * strides[1]) * row_bytes(args.kv_dtype, 1);
+    return static_cast<const char*>(data) + (lane * strides[0] + head * strides[1]) * kv_unit_bytes(args.kv_dtype);
   }
 
   // The end of the positions that a token may see.
@@ -127,6 +127,7 @@ struct Work {
       const std::int64_t *strides = args.query_strides, n = t.head * group + r % group;
       const std::int64_t place = t.b * strides[0] + n * strides[1] + (t.token + r / group) * strides[2];
       widen(static_cast<const char*>(args.query) + row_bytes(args.dtype, place), args.dtype, out, args.width);
+      if (args.rotated) rotate(out, args.width);
       std::fill(out + args.width, out + ld, 0.0f);
     }
     return q;
@@ -141,15 +142,17 @@ struct Work {
     a.q = q;
     a.key = cache_at(args.key, args.key_strides, t.b, t.head);
     a.value = cache_at(args.value, args.value_strides, t.b, t.head);
-    a.key_stride = row_bytes(args.kv_dtype, args.key_strides[2]);
-    a.value_stride = row_bytes(args.kv_dtype, args.value_strides[2]);
+    a.key_stride = kv_unit_bytes(args.kv_dtype) * args.key_strides[2];
+    a.value_stride = kv_unit_bytes(args.kv_dtype) * args.value_strides[2];
     a.mask = t.mask;
     a.words = t.ld_mask;
     a.begin = (t.first + s) * kSplitWords;
     a.end = std::min(t.words, a.begin + kSplitWords);
     a.scale = args.scale;
     a.softcap = args.softcap;
-    a.scores = scratch(Scratch::kScores, t.rows * kAttendWord);
+    const std::int64_t unpacked = args.kv_dtype == DType::kQ4 ? kAttendWord * groups(args.width) * kGroup : 0;
+    a.scores = scratch(Scratch::kScores, t.rows * kAttendWord + unpacked);
+    a.unpacked = a.scores + t.rows * kAttendWord;
     a.max = found.max + s * t.rows;
     a.sum = found.sum + s * t.rows;
     a.y = found.y + s * t.rows * ld;
@@ -177,6 +180,7 @@ struct Work {
       }
       if (total != 0)
         for (std::int64_t k = 0; k < args.width; ++k) out[k] /= total;
+      if (args.rotated) rotate(out, args.width);
       const std::int64_t place = (t.b * args.tokens + t.token + r / group) * args.heads + n;
       narrow(out, static_cast<char*>(args.y) + place * row_bytes(args.dtype, args.width), args.dtype, args.width);
     }

@@ -235,15 +235,17 @@ void run_count_signs(benchmark::State& state, const KernelTable& table, int, std
 // Four query heads of one token over keys and values of n bytes a position together.
 void run_attend(benchmark::State& state, const KernelTable& table, int dtype, std::int64_t n, std::int64_t total) {
   constexpr std::int64_t kGroup4 = 4;
-  const std::int64_t number = row_bytes(static_cast<DType>(dtype), 1);
-  const std::int64_t width = n / 2 / number / 8 - (number == 1 ? kKvScaleBytes : 0);
+  const auto kv = static_cast<DType>(dtype);
+  const std::int64_t width =
+      kv == DType::kQ4 ? n / 16 / 18 * 32 : n / 16 / row_bytes(kv, 1) - (kv == DType::kI8 ? kKvScaleBytes : 0);
   const std::uint64_t mask[1] = {~std::uint64_t{0}};
-  float* memory = vector_of(kGroup4 * (2 * width + kAttendWord + 2));
+  float* memory = vector_of(kGroup4 * (2 * width + kAttendWord + 2) + kAttendWord * (width + kGroup));
   AttendArgs a{memory, 1, kGroup4, width, width, nullptr, nullptr, n / 16, n / 16, mask, 1, 0, 1, 1e-3f};
   a.scores = memory + kGroup4 * width;
   a.y = a.scores + kGroup4 * kAttendWord;
   a.max = a.y + kGroup4 * width;
   a.sum = a.max + kGroup4;
+  a.unpacked = a.sum + kGroup4;
   over_rows(state, total, n / 16, 2 * kAttendWord, [&](const char* row, const char*) {
     a.key = row;
     a.value = row + kAttendWord * a.key_stride;

@@ -247,4 +247,56 @@ inline void attend(const AttendArgs& a) {
   }
 }
 
+// A group of kQ4 as floats.
+template <class Format>
+struct PlainGroup {
+  static void unpack(const char* values, float scale, float* out) {
+    for (int i = 0; i < kGroup / 2; ++i) {
+      const auto both = static_cast<std::uint8_t>(values[i]);
+      out[i] = static_cast<float>((both & 15) - 8) * scale;
+      out[i + kGroup / 2] = static_cast<float>((both >> 4) - 8) * scale;
+    }
+  }
+};
+
+// A row of kQ4 as floats, with what pads its last group.
+template <class Format, class Group>
+inline void unpack_q4(const char* row, std::int64_t width, float* out) {
+  const char* scales = row + groups(width) * (kGroup / 2);
+  for (std::int64_t g = 0; g < groups(width); ++g)
+    Group::unpack(row + g * (kGroup / 2), Format::half(scales + 2 * g), out + g * kGroup);
+}
+
+// The same over rows of kQ4: those of a word become floats, which all queries then share. `Format`: that of floats.
+template <class Format, int kRows, class Group = PlainGroup<Format>>
+inline void attend_q4(const AttendArgs& a) {
+  const WordScales none;
+  const std::int64_t ld = groups(a.width) * kGroup;
+  AttendArgs of_floats = a;
+  of_floats.key_stride = of_floats.value_stride = ld * Format::kBytes;
+  const auto* rows = reinterpret_cast<const char*>(a.unpacked);
+  for (std::int64_t word = a.begin; word < a.end; ++word) {
+    std::uint64_t any = 0;
+    for (std::int64_t t = 0; t < a.tokens; ++t) any |= a.mask[t * a.words + word];
+    if (any == 0) continue;
+    const std::int64_t first = __builtin_ctzll(any) / kAttendTile * kAttendTile;
+    const std::int64_t end = kAttendWord - __builtin_clzll(any);
+    const auto unpack = [&](const char* from, std::int64_t stride) {
+      from += (word * kAttendWord + first) * stride;
+      for (std::int64_t i = first; i < end; ++i, from += stride) {
+        fetch(from + kAttendAheadBytes / 4);
+        unpack_q4<Format, Group>(from, a.width, a.unpacked + i * ld);
+      }
+    };
+    unpack(a.key, a.key_stride);
+    score_word<Format, kRows>(of_floats, rows, first, end);
+    for (std::int64_t r = 0; r < a.tokens * a.group; ++r) {
+      const std::uint64_t mask = a.mask[r / a.group * a.words + word];
+      if (mask != 0) soften<Format>(a, r, mask, none);
+    }
+    unpack(a.value, a.value_stride);
+    weigh_word<Format, kRows>(of_floats, rows, word, __builtin_ctzll(any), end);
+  }
+}
+
 }  // namespace pi2

@@ -159,13 +159,30 @@ bool sound_linear(const Instruction& it) {
                                   takes_blocks(static_cast<DType>(it.parameter[0])));
 }
 
+// Keys or values of `width` numbers, of this DType.
+bool sound_kv(const Operand& rows, std::int64_t code, std::int64_t width) {
+  const bool packed = code == static_cast<std::int64_t>(DType::kI8) || code == static_cast<std::int64_t>(DType::kQ4);
+  if (rows.rank != 4 || rows.strides[3] != 1) return false;
+  if (!packed) return is_float(rows) && code == static_cast<std::int64_t>(rows.element) && rows.sizes[3] == width;
+  return rows.element == Element::kByte && rows.sizes[3] == kv_row_bytes(static_cast<DType>(code), width);
+}
+
+bool sound_write_kv(const Instruction& it) {
+  const Operand &rows = it.operand[0], &x = it.operand[1], &at = it.operand[2];
+  return it.operands == 3 && it.parameters == 1 && x.rank == 4 && is_float(x) && x.strides[3] == 1 &&
+         sound_kv(rows, it.parameter[0], x.sizes[3]) && rows.element == Element::kByte && rows.sizes[0] == x.sizes[0] &&
+         rows.sizes[1] == x.sizes[1] && at.rank == 2 && at.element == Element::kI64 && at.contiguous() &&
+         at.sizes[0] == x.sizes[0] && at.sizes[1] == x.sizes[2];
+}
+
 bool sound_attention(const Instruction& it) {
   const Operand &y = it.operand[0], &q = it.operand[1], &k = it.operand[2], &v = it.operand[3];
-  if (it.parameters != 4 || it.operands != 4 + (it.parameter[2] != 0) + (it.parameter[3] != 0)) return false;
-  for (const Operand* each : {&y, &q, &k, &v})
+  if (it.parameters != 5 || it.operands != 4 + (it.parameter[2] != 0) + (it.parameter[3] != 0)) return false;
+  for (const Operand* each : {&y, &q})
     if (each->rank != 4 || !is_float(*each) || each->element != q.element || each->strides[3] != 1) return false;
-  if (!same_sizes(k, v) || k.sizes[0] != q.sizes[0] || k.sizes[3] != q.sizes[3] || q.sizes[1] % k.sizes[1] != 0)
-    return false;
+  if (!sound_kv(k, it.parameter[4], q.sizes[3]) || (is_float(k) && k.element != q.element)) return false;
+  if (k.element != v.element || !same_sizes(k, v) || v.strides[3] != 1) return false;
+  if (k.sizes[0] != q.sizes[0] || q.sizes[1] % k.sizes[1] != 0) return false;
   if (!y.contiguous() || y.sizes[0] != q.sizes[0] || y.sizes[1] != q.sizes[2] || y.sizes[2] != q.sizes[1] ||
       y.sizes[3] != q.sizes[3])
     return false;
@@ -198,6 +215,7 @@ bool sound(const Instruction& it) {
     case StepOp::kLinear: return sound_linear(it);
     case StepOp::kAttention: return sound_attention(it);
     case StepOp::kCall: return sound_call(it);
+    case StepOp::kWriteKv: return sound_write_kv(it);
     default: return sound_elementwise(it);
   }
 }
@@ -379,7 +397,9 @@ struct Runner {
   void attention(const Instruction& it) const {
     const Operand &q = it.operand[1], &k = it.operand[2], &v = it.operand[3];
     AttentionArgs args;
-    args.dtype = args.kv_dtype = static_cast<DType>(q.element);
+    args.dtype = static_cast<DType>(q.element);
+    args.kv_dtype = static_cast<DType>(it.parameter[4]);
+    args.rotated = args.kv_dtype != args.dtype;
     args.batch = q.sizes[0];
     args.heads = q.sizes[1];
     args.key_heads = k.sizes[1];
@@ -406,6 +426,24 @@ struct Runner {
     pi2::attention(args, parallel);
   }
 
+  bool write_kv(const Instruction& it) const {
+    const Operand &rows = it.operand[0], &x = it.operand[1];
+    WriteKvArgs args;
+    args.dtype = static_cast<DType>(x.element);
+    args.kv_dtype = static_cast<DType>(it.parameter[0]);
+    args.batch = x.sizes[0];
+    args.heads = x.sizes[1];
+    args.tokens = x.sizes[2];
+    args.width = x.sizes[3];
+    args.length = rows.sizes[2];
+    args.x = data(x);
+    args.rows = data(rows);
+    std::copy_n(x.strides, 3, args.x_strides);
+    std::copy_n(rows.strides, 3, args.row_strides);
+    args.at = reinterpret_cast<const std::int64_t*>(data(it.operand[2]));
+    return pi2::write_kv(args, parallel);
+  }
+
   bool run(const Instruction* at) const {
     const Instruction& it = *at;
     switch (it.op) {
@@ -417,6 +455,7 @@ struct Runner {
       case StepOp::kIndexCopy: return index_copy(it);
       case StepOp::kLinear: linear(at); return true;
       case StepOp::kAttention: attention(it); return true;
+      case StepOp::kWriteKv: return write_kv(it);
       case StepOp::kCall:
         call(host, it.parameter[0], it.operand[0].element, data(it.operand[1]), data(it.operand[0]),
              it.operand[0].numel());

@@ -39,32 +39,6 @@ inline std::vector<char> stored(std::mt19937& rng, pi2::DType dtype, std::int64_
   return out;
 }
 
-// Rows of keys or values as a cache has them: those of whole numbers end with their scale.
-inline std::vector<char> kv_rows(std::mt19937& rng, pi2::DType dtype, std::int64_t rows, std::int64_t width) {
-  if (dtype != pi2::DType::kI8) return stored(rng, dtype, rows * width);
-  std::vector<char> out;
-  for (std::int64_t i = 0; i < rows; ++i) {
-    const std::vector<char> row = stored(rng, dtype, width);
-    const float scale = i % 9 == 8 ? 0.0f : std::fabs(normal(rng)) / 128;
-    const char* bytes = reinterpret_cast<const char*>(&scale);
-    out.insert(out.end(), row.begin(), row.end());
-    out.insert(out.end(), bytes, bytes + pi2::kKvScaleBytes);
-  }
-  return out;
-}
-
-// Bytes of such a row.
-inline std::int64_t kv_bytes(pi2::DType dtype, std::int64_t width) {
-  return pi2::row_bytes(dtype, width) + (dtype == pi2::DType::kI8 ? pi2::kKvScaleBytes : 0);
-}
-
-// Number k of such a row.
-inline double kv_number(const char* row, pi2::DType dtype, std::int64_t width, std::int64_t k) {
-  float scale = 1;
-  if (dtype == pi2::DType::kI8) std::memcpy(&scale, row + width, sizeof(scale));
-  return static_cast<double>(pi2::load_float(row, dtype, k)) * scale;
-}
-
 // A quantised row: any values, also the most negative, and scales of which one in four is a subnormal half, one in
 // eight zero and some negative. What pads the last group is zero, as the format says.
 inline std::vector<char> quantized_row(std::mt19937& rng, pi2::DType dtype, std::int64_t n) {
@@ -117,6 +91,37 @@ inline std::vector<double> weights_of(const std::vector<char>& row, pi2::DType d
     out.push_back(static_cast<double>(pi2::F16::widen(half)) * value);
   }
   return out;
+}
+
+// Rows of keys or values as a cache has them: those of whole numbers end with their scale.
+inline std::vector<char> kv_rows(std::mt19937& rng, pi2::DType dtype, std::int64_t rows, std::int64_t width) {
+  if (dtype != pi2::DType::kI8 && dtype != pi2::DType::kQ4) return stored(rng, dtype, rows * width);
+  std::vector<char> out;
+  for (std::int64_t i = 0; i < rows; ++i) {
+    if (dtype == pi2::DType::kQ4) {
+      const std::vector<char> row = quantized_row(rng, dtype, width);
+      out.insert(out.end(), row.begin(), row.end());
+      continue;
+    }
+    const std::vector<char> row = stored(rng, dtype, width);
+    const float scale = i % 9 == 8 ? 0.0f : std::fabs(normal(rng)) / 128;
+    const char* bytes = reinterpret_cast<const char*>(&scale);
+    out.insert(out.end(), row.begin(), row.end());
+    out.insert(out.end(), bytes, bytes + pi2::kKvScaleBytes);
+  }
+  return out;
+}
+
+// Number k of such a row.
+inline double kv_number(const char* row, pi2::DType dtype, std::int64_t width, std::int64_t k) {
+  if (dtype == pi2::DType::kQ4) {
+    const int byte = static_cast<std::uint8_t>(row[k / 32 * 16 + k % 16]),
+              value = (k % 32 < 16 ? byte & 15 : byte >> 4) - 8;
+    return static_cast<double>(value) * pi2::load_float(row + pi2::groups(width) * 16, pi2::DType::kF16, k / 32);
+  }
+  float scale = 1;
+  if (dtype == pi2::DType::kI8) std::memcpy(&scale, row + width, sizeof(scale));
+  return static_cast<double>(pi2::load_float(row, dtype, k)) * scale;
 }
 
 }  // namespace pi2_test

@@ -28,7 +28,8 @@ struct Case {
   Case(std::mt19937& rng, DType dtype, DType kv, std::int64_t batch, std::int64_t key_heads, std::int64_t group,
        std::int64_t tokens, std::int64_t used, std::int64_t width)
       : query(stored(rng, dtype, batch * key_heads * group * tokens * width)),
-        key(kv_rows(rng, kv, batch * key_heads * used, width).data(), batch * key_heads * used * kv_bytes(kv, width)),
+        key(kv_rows(rng, kv, batch * key_heads * used, width).data(),
+            batch * key_heads * used * pi2::kv_row_bytes(kv, width)),
         value(kv_rows(rng, kv, batch * key_heads * used, width).data(), key.size()),
         mask(static_cast<std::size_t>(batch * tokens * (used + 70))) {
     const std::int64_t heads = key_heads * group, length = used + 70;  // the rest of the cache is no memory
@@ -46,7 +47,7 @@ struct Case {
     args.mask = mask.data();
     args.scale = 0.2f;
     const std::int64_t q_strides[] = {heads * tokens * width, tokens * width, width};
-    const std::int64_t row = kv_bytes(kv, width) / pi2::row_bytes(kv, 1);
+    const std::int64_t row = pi2::kv_row_bytes(kv, width) / pi2::kv_unit_bytes(kv);
     const std::int64_t kv_strides[] = {key_heads * used * row, used * row, row};
     std::copy_n(q_strides, 3, args.query_strides);
     std::copy_n(kv_strides, 3, args.key_strides);
@@ -93,7 +94,7 @@ void check_values(const Case& c, const std::vector<char>& y) {
     const std::int64_t n = row % a.heads, t = row / a.heads % a.tokens, b = row / a.heads / a.tokens;
     const std::int64_t head = n / (a.heads / a.key_heads), lane = a.lanes == nullptr ? b : a.lanes[b];
     const std::int64_t q = b * a.query_strides[0] + n * a.query_strides[1] + t * a.query_strides[2];
-    const std::int64_t bytes = kv_bytes(a.kv_dtype, a.width), used = a.length - 70;
+    const std::int64_t bytes = pi2::kv_row_bytes(a.kv_dtype, a.width), used = a.length - 70;
     const std::int64_t kv = (lane * a.key_heads + head) * used * bytes;
     std::vector<double> wanted(static_cast<std::size_t>(a.width));
     double total = a.sinks == nullptr ? 0 : std::exp(static_cast<double>(a.sinks[n]));
@@ -159,7 +160,7 @@ int main() {
       }
     }
   }
-  for (const DType kv : {DType::kF32, DType::kF16, DType::kI8}) {
+  for (const DType kv : {DType::kF32, DType::kF16, DType::kI8, DType::kQ4}) {
     for (const std::int64_t used : {5, 64, 130, 1700}) {
       for (const std::int64_t window : {0, 1, 60, 600}) {
         for (const std::int64_t tokens : {1, 3, 100}) {

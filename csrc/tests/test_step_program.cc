@@ -75,8 +75,14 @@ Code whole_program() {
   code.begin(StepOp::kCall, 2, 1).plain(7, {2, 32}).plain(8, {2, 32}).parameter(0);
   code.begin(StepOp::kIndexCopy, 3, 1).plain(1, {1, 1, 5, 32}).plain(7, {1, 1, 2, 32});
   code.plain(2, {2}, Element::kI64).parameter(2);
-  code.begin(StepOp::kAttention, 4, 4).plain(4, {1, 2, 1, 32}).plain(7, {1, 1, 2, 32});
-  code.plain(1, {1, 1, 5, 32}).plain(1, {1, 1, 5, 32}).parameter(bits(0.2)).parameter(0).parameter(0).parameter(0);
+  code.begin(StepOp::kAttention, 4, 5).plain(4, {1, 2, 1, 32}).plain(7, {1, 1, 2, 32});
+  code.plain(1, {1, 1, 5, 32})
+      .plain(1, {1, 1, 5, 32})
+      .parameter(bits(0.2))
+      .parameter(0)
+      .parameter(0)
+      .parameter(0)
+      .parameter(0);
   return code;
 }
 

@@ -53,6 +53,7 @@ LONG = {
 #: On the files of `make real-models`, run by `make test-real`.
 REAL = {
     "real": "--models gemma-3-270m --tokens 2 --rounds 1 --loss 40 --window 30",
+    "kv": "--models gemma-3-270m --loss 40 --context 30 --rounds 1",
     "humaneval": "--model gemma-3-270m --tasks 2 --tokens 3",
 }
 

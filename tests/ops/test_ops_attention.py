@@ -227,3 +227,115 @@ def test_refusals() -> None:
             torch.ops.pi2.attention(query, key, value, mask, 1.0, False, sinks)
     with pytest.raises(GradientError, match=r"pi2\.attention"):
         torch.ops.pi2.attention(query.requires_grad_(), key, value, mask, 1.0)
+
+
+def quantised(x: torch.Tensor, kv: str) -> torch.Tensor:
+    """A cache that holds ``x [B, K, L, D]``."""
+    batch, heads, length, width = x.shape
+    rows = torch.zeros(batch, heads, length, reference.kv_row_bytes(kv, width), dtype=reference.KV_DTYPES[kv])
+    torch.ops.pi2.write_kv(x, rows, torch.arange(length).expand(batch, -1))
+    return rows
+
+
+def test_bytes_of_quantised_rows() -> None:
+    for width, int8, int4 in ((64, 0.54, 0.29), (128, 0.52, 0.29), (256, 0.51, 0.29)):
+        assert 0.5 <= reference.kv_row_bytes("int8", width) / (2 * width) <= int8
+        assert 0.25 <= reference.kv_row_bytes("int4", width) / (2 * width) <= int4
+
+
+@pytest.mark.parametrize("width", [1, 8, 13, 40, 64, 96, 256])
+def test_rotation_is_its_inverse_and_keeps_products(width: int) -> None:
+    x, y = torch.randn(2, 5, width, generator=torch.Generator().manual_seed(width))
+    torch.testing.assert_close(reference.rotated(reference.rotated(x)), x)
+    torch.testing.assert_close((reference.rotated(x) * reference.rotated(y)).sum(-1), (x * y).sum(-1))
+    if width == 64:  # what is in one number is spread over all
+        assert reference.rotated(torch.eye(64)).abs().unique().tolist() == [0.125]
+
+
+@pytest.mark.parametrize("kv", reference.KV_DTYPES)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_quantised_attention_equals_the_reference(isa: str, kv: str, size: tuple[int, ...], dtype: torch.dtype) -> None:
+    """The written rows bit by bit, also of numbers that are not finite, which nobody sees."""
+    query, key, value = tensors(*size, dtype=dtype)
+    batch, _, _, tokens, length, width = size
+    key[..., 0] *= 30
+    mask = causal(tokens, length, max(tokens, length - 2)).expand(batch, -1, -1, -1).clone()
+    if length > tokens + 4:
+        key[:, :, 3, width // 2], value[0, :, 3, 0], mask[..., 3] = torch.inf, torch.nan, False
+    rows = [quantised(t, kv) for t in (key, value)]
+    for x, found in zip((key, value), rows, strict=True):
+        wanted = torch.zeros_like(found)
+        reference.write_kv(x, wanted, torch.arange(length).expand(batch, -1))
+        assert torch.equal(found, wanted)
+    for of, sinks in ((mask, None), (mask, torch.linspace(-4, 6, query.shape[1])), (None, None)):
+        args = (query, *rows, of, width**-0.5, False, sinks)
+        found, wanted = torch.ops.pi2.attention(*args), reference.attention(*args)
+        assert found.dtype is dtype
+        rounding = 4e-5 if dtype is torch.float32 else 2 * torch.finfo(dtype).eps
+        atol = rounding * (1 + float(wanted.nan_to_num().abs().max()))
+        torch.testing.assert_close(found, wanted, rtol=0, atol=atol, equal_nan=True)
+
+
+@pytest.mark.parametrize(("kv", "off"), [("int8", 0.02), ("int4", 0.3)])
+def test_quantised_attention_is_near_attention(kv: str, off: float) -> None:
+    query, key, value = tensors(2, 2, 4, 3, 700, 64)
+    key[..., 5] += 20  # a channel that is large in all keys, as in Qwen2.5, which softmax does not see
+    wanted = attend(query, key, value, None)
+    found = attend(query, quantised(key, kv), quantised(value, kv), None)
+    assert 0 < float((found - wanted).norm() / wanted.norm()) < off
+
+
+@pytest.mark.parametrize("kv", reference.KV_DTYPES)
+def test_a_token_over_quantised_keys_has_the_bits_of_a_step(isa: str, kv: str) -> None:
+    """Alone, in a batch, in a view of a longer cache, written at once or one by one, with one thread or three."""
+    query, key, value = tensors(2, 3, 4, 16, 640, 40)
+    rows = [torch.zeros(3, 3, 800, reference.kv_row_bytes(kv, 40), dtype=reference.KV_DTYPES[kv]) for _ in range(2)]
+    rows = [t[:2] for t in rows]
+    for x, into in zip((key, value), rows, strict=True):
+        for at in range(640):
+            torch.ops.pi2.write_kv(x[:, :, at : at + 1], into, torch.full((2, 1), at))
+        assert torch.equal(into[:, :, :640], quantised(x, kv))
+    mask, threads = causal(16, 800, 600), torch.get_num_threads()
+    together = attend(query, *rows, mask)
+    for first, tokens in ((0, 4), (5, 1), (15, 1)):
+        part = slice(first, first + tokens)
+        assert torch.equal(attend(query[:, :, part], *rows, mask[:, :, part]), together[:, part])
+    assert torch.equal(attend(query[1:], rows[0][1:], rows[1][1:], mask), together[1:])
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(attend(query, *rows, mask), together)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_opcheck_of_quantised_keys() -> None:
+    for kv, dtype in reference.KV_DTYPES.items():
+        query, key, value = tensors(2, 2, 3, 2, 70, 24, torch.bfloat16)
+        rows = [quantised(t, kv) for t in (key, value)]
+        assert rows[0].dtype is dtype
+        opcheck(torch.ops.pi2.attention.default, (query, *rows, causal(2, 70, 66), 0.2))
+        opcheck(torch.ops.pi2.write_kv.default, (key[:, :, :3], rows[0], torch.tensor([[1, 5, 2], [7, 0, 69]])))
+
+
+def test_refusals_of_quantised_keys() -> None:
+    query, key, value = tensors(1, 2, 2, 1, 9, 8)
+    rows, at = quantised(key, "int8"), torch.zeros(1, 9, dtype=torch.int64)
+    for args, message in (
+        ((query, rows, value), "dtype of value: expected key's, found another"),
+        ((query, rows[..., :8], rows), r"key: expected \[1, key heads, length, 12\] .* found \[1, 2, 9, 8\]"),
+        ((query, rows, rows[:, :, :8]), "value: expected .*, as key is"),
+    ):
+        with pytest.raises(RuntimeError, match=f"pi2: {message}"):
+            torch.ops.pi2.attention(*args, None, 1.0)
+    for args, message in (
+        ((key, key, at), r"rows: expected int8 or uint8 .* for x"),
+        ((key, rows[..., :8], at), r"rows: expected int8 or uint8 \[1, 2, length, 12\]"),
+        ((key, rows, at[:, :8]), r"at: expected int64 \[1, 9\], a position of each token"),
+        ((key, rows, at.int()), r"at: expected int64 \[1, 9\], a position of each token"),
+        ((key, rows, at + 9), "at: expected positions of 0 to 8, found another"),
+        ((key, rows, at - 1), "at: expected positions of 0 to 8, found another"),
+        ((key.double(), rows, at), "dtype of x: expected float32, bfloat16 or float16"),
+    ):
+        with pytest.raises(RuntimeError, match=f"pi2: {message}"):
+            torch.ops.pi2.write_kv(*args)

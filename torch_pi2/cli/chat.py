@@ -44,6 +44,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     args.context = args.max_tokens or common.MOST_TOKENS
     model = models.load_any(args)
     how: Any = {"limit": args.max_new_tokens, "seed": args.seed, "system": args.system, "compiled": args.compile}
+    how["kv"] = args.kv
     tokenizer, tokens = models.load_tokenizer(args), common.max_tokens(args, model)
     session = ChatSession(model, tokenizer, max_tokens=tokens, sampling=sampling, **how)
     if not session.template:

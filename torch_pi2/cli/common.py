@@ -17,7 +17,7 @@ from torch_pi2.base.units import size as size
 from torch_pi2.cli.terminal import records as records
 from torch_pi2.cli.terminal import table as table
 from torch_pi2.errors import ConfigError
-from torch_pi2.formats import ACTIVATIONS, FLOATS
+from torch_pi2.formats import ACTIVATIONS, FLOATS, KV
 from torch_pi2.types.config import METHODS, QUANTIZATIONS, SCORES, WEIGHTS, Config
 
 #: Default of ``--max-tokens`` for a model with at least as many positions.
@@ -181,6 +181,8 @@ def add_decoding(parser: argparse.ArgumentParser, of_each: str = "") -> None:
     add_together(parser)
     compiled = "compile steps: a little faster, after a pause of seconds, longer the first time on a machine"
     add("--compile", action="store_true", help=compiled)
+    kept = "lossy: keep keys and values in 8 or 4 bits (default: the model's dtype)"
+    add("--kv", choices=KV, help=kept)
 
 
 def add_together(parser: argparse.ArgumentParser) -> None:

@@ -79,9 +79,9 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     started = time.perf_counter()
     with recorded or nullcontext():
         try:
-            output = generate(model, inputs["input_ids"], tokenizer=tokenizer, compiled=args.compile, **how)
+            output = generate(model, inputs["input_ids"], tokenizer=tokenizer, compiled=args.compile, kv=args.kv, **how)
         except UnsupportedModelError:  # its cache is not supported
-            if args.num_return_sequences > 1 or args.prompt_lookup:
+            if args.num_return_sequences > 1 or args.prompt_lookup or args.kv:
                 raise
             output = _by_transformers(model, inputs, tokenizer, args, sorted(ends))
             if shown:

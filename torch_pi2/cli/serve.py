@@ -166,7 +166,7 @@ def _served(args: argparse.Namespace, name: str, folder: str) -> Any:
     own_args = argparse.Namespace(**vars(args) | {"model": folder, "context": args.max_batch_size * most})
     model = models.load_any(own_args)
     how: Any = {"max_batch_size": args.max_batch_size, "max_queue": args.max_queue, "compiled": args.compile}
-    how |= {"max_tokens": common.max_tokens(args, model), "prefix_bytes": parse_bytes(args.prefix_cache)}
+    how |= {"max_tokens": common.max_tokens(args, model), "prefix_bytes": parse_bytes(args.prefix_cache), "kv": args.kv}
     batch = Batch(model, **how)
     return ServedModel(name, model, models.load_tokenizer(own_args), batch)
 

@@ -16,6 +16,7 @@ from torch_pi2.base.dtypes import DTYPES
 from torch_pi2.errors import ConfigError
 from torch_pi2.layers.gpu import on_gpu
 from torch_pi2.ops import load
+from torch_pi2.ops.attention import KV_DTYPES
 from torch_pi2.ops.attention import attention as reference
 
 #: Its name in ``config._attn_implementation`` of transformers.
@@ -47,12 +48,18 @@ def packed_sdpa(
     """
     mask = attention_mask
     plain = not kwargs.get("dropout") and all(kwargs.get(name) is None for name in _NOT_OURS)
-    known = not on_gpu(query) and query.dtype in DTYPES.values() and query.dtype == key.dtype == value.dtype
+    quantized = key.dtype in KV_DTYPES.values()
+    known = not on_gpu(query) and query.dtype in DTYPES.values() and key.dtype == value.dtype
+    known = known and (quantized or query.dtype == key.dtype)
     known = known and key.shape == value.shape and query.shape[0] == key.shape[0]
     known = known and not any(t.requires_grad for t in (query, key, value))
     sinks: torch.Tensor | None = kwargs.get("s_aux")
     for_all_heads = mask is None or (mask.dtype == torch.bool and mask.dim() == 4 and mask.shape[1] == 1)
     plain_masks = plain and for_all_heads
+    if quantized and not (plain_masks and known):
+        expected, fix = "boolean masks for all heads, heads of one width, nothing added or dropped", "Leave kv out."
+        what = f"attention of {type(module).__name__} with int8 or int4 keys"
+        raise ConfigError(what, expected=expected, found="another attention", fix=fix)
     if sinks is not None and not plain_masks:
         expected = "boolean masks for all heads, and nothing that is added to scores or dropped"
         found = "a mask of another kind" if plain else "dropout, soft caps, biases or a paged cache"

@@ -8,14 +8,17 @@ from typing import Any
 
 from torch import nn
 
+from torch_pi2.base.fields import argument
 from torch_pi2.base.offloaded import OffloadedParameter
 from torch_pi2.decode.attention import RECURRENT, adds_masks, has_sinks, uses_sdpa
 from torch_pi2.decode.guards import is_known
+from torch_pi2.errors import ConfigError
 from torch_pi2.formats import GGML
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.gpu import HybridFFN, device_of
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.prompt import dense_on_gpu_from, has_tiles, prompt_from
+from torch_pi2.ops.attention import KV_DTYPES
 from torch_pi2.ops.constants import constants
 from torch_pi2.ops.gpu.operators import products_from
 
@@ -72,6 +75,18 @@ def uses_our_attention(model: nn.Module) -> bool:
         return False
     others = [getattr(p.config, k, none) not in (none, None) for p in parts for k, none in _OTHER_ATTENTION.items()]
     return not any(others)
+
+
+def check_kv(model: nn.Module, kv: str | None) -> None:
+    """Raises ConfigError: ``model`` cannot have keys and values in this format (None: its own dtype)."""
+    if kv is None:
+        return
+    argument(kv, "kv", fix := "Leave it out for keys and values in the model's dtype.").text(tuple(KV_DTYPES))
+    ours = uses_our_attention(model) and not attends_itself(model)
+    if device_of(model).type != "cpu" or not ours:
+        found = f"it on {device_of(model)}" if ours else "soft caps, masks that are added, or attention of its own"
+        expected = "a model on the CPU with transformers' sdpa, which ours replaces"
+        raise ConfigError(f"kv of {type(model).__name__}", expected=expected, found=found, fix=fix)
 
 
 def same_frequencies_up_to(model: nn.Module) -> int:

@@ -116,6 +116,9 @@ class Decoder:
             memory they have 256 if that is lossless, when every product is ours with int8 activations (AVX-512 VNNI);
             otherwise the prompt is read whole, as is one beyond the trained length if rotary frequencies depend on the
             length (longrope, dynamic NTK).
+        kv: keep keys and values in ``int8`` or ``int4`` (lossy; docs/REAL.md has the loss), rotated as QuaRot does
+            (arXiv 2404.00456), with a scale for each head and token, or for 32 of its numbers. On the CPU, for
+            attention that is ours (see :meth:`verify`). None: in the model's dtype.
 
     Attributes:
         batch: sequences decoded now. lengths: tokens of each. length: of the longest.
@@ -147,10 +150,12 @@ class Decoder:
         logits: bool = False,
         recorded: bool | None = None,
         chunk_tokens: int = 0,
+        kv: str | None = None,
     ) -> None:
         settings = {name: value for name, value in locals().items() if name not in ("self", "model")}
         if not callable(backend) and backend != "torch_pi2":  # listing them imports Dynamo
             argument(backend, "Decoder(backend)").text(torch._dynamo.list_backends(exclude_tags=()))
+        chunked_prefill.check_kv(model, kv)
         if max_tokens < 2 or batch < 1:
             fix = "max_tokens is the length of prompt and answer together."
             raise ConfigError("max_tokens, batch", expected="at least 2 and 1", found=f"{max_tokens}, {batch}", fix=fix)
@@ -165,7 +170,7 @@ class Decoder:
         if grows := recorded is not True and chunked_prefill.attends_itself(model):
             self.compiled, self.recorded = False, False
         self._inspect_model()
-        self._grows, self._kv = grows, KeyValues(model, max_tokens, batch, self.device, grows)
+        self._grows, self._kv = grows, KeyValues(model, max_tokens, batch, self.device, grows, kv)
         #: Whether prompts can go on after tokens that were read before: until a chunk does not use the states of the
         #: one before it, which other stages would not notice.
         self.continues = not (self._kv.states and (group := group_of(model)) is not None and group.divides_kv)

@@ -97,6 +97,7 @@ def generate(
     prompt_lookup: int = 0,
     assistant_model: nn.Module | None = None,
     draft_tokens: int | None = None,
+    kv: str | None = None,
 ) -> Generated:
     """Continue one prompt ``num_return_sequences`` times.
 
@@ -128,6 +129,8 @@ def generate(
         prompt_lookup: draft up to this many tokens, 1 to 7, that followed the last few tokens earlier in the text.
         assistant_model: a smaller causal language model of the same vocabulary, which drafts ``draft_tokens``, 1 to 7
             (default: 4). It has a separate KV cache.
+        kv: ``int8`` or ``int4``: format of keys and values, see :class:`torch_pi2.Decoder` (lossy; with ``decoder``,
+            that has its own).
 
     Raises:
         ConfigError: a setting is invalid, text without a tokenizer, or more tokens than the model's table of positions
@@ -148,13 +151,15 @@ def generate(
     room = max(2, tokens + max_new_tokens - 1)  # the last token is not fed
     ends = end_tokens(model, eos_token_id, tokenizer)
     _warn(model, tokens + max_new_tokens, do_sample or (temperature, top_k, top_p) == (1.0, 0, 1.0))
-    pool = None if compiled or decoder is not None else pool_of(model)
+    pool = None if compiled or kv or decoder is not None else pool_of(model)
+    if decoder is not None and kv is not None:
+        argument(kv, "generate(kv)", "Make the Decoder with it.").wrong("None with a decoder, which has its own")
     if decoder is not None:
         _check_decoder(decoder, model, num_return_sequences, room)
     elif pool is not None:
         decoder = pool.acquire(model, room, num_return_sequences)
     else:
-        decoder = decoder_for(model, room, num_return_sequences, compiled)
+        decoder = decoder_for(model, room, num_return_sequences, compiled, kv)
     check_vocabulary(model, input_ids)  # the model takes ids, or it would have no decoder
     sequences = [GeneratedSequence(i, seed, max_new_tokens, ends, streamer) for i in range(num_return_sequences)]
     if drafted:

@@ -83,8 +83,10 @@ class DecoderPool:
             self._free[:] = [(decoder, kind)]
 
 
-def decoder_for(model: nn.Module, tokens: int, sequences: int, compiled: bool = False) -> Decoder:
-    return Decoder(model, max_tokens=tokens, batch=sequences, compiled=compiled, logits=True)
+def decoder_for(
+    model: nn.Module, tokens: int, sequences: int, compiled: bool = False, kv: str | None = None
+) -> Decoder:
+    return Decoder(model, max_tokens=tokens, batch=sequences, compiled=compiled, logits=True, kv=kv)
 
 
 def _install(kind: Any) -> None:

@@ -19,6 +19,7 @@ from torch_pi2.errors import DtypeError, OutOfMemoryError, ShapeError, Unsupport
 from torch_pi2.layers.choices import Choices
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.ops import load
+from torch_pi2.ops.attention import KV_DTYPES, kv_row_bytes
 
 #: A number of tokens and recurrent states after them, by layer.
 States = tuple[int, list[torch.Tensor]]
@@ -51,10 +52,12 @@ def check_dtype(before: torch.Tensor, new: torch.Tensor) -> None:
 
 
 class LayerMemory:
-    """Keys and values of one layer, ``[rows, heads, max_tokens, width]``, allocated by the first prompt."""
+    """Keys and values of one layer, ``[rows, heads, max_tokens, width]``, allocated by the first prompt. ``kv``: their
+    format if it is not the model's dtype (:data:`torch_pi2.ops.attention.KV_DTYPES`); width is then bytes.
+    """
 
-    def __init__(self, rows: int, max_tokens: int, device: torch.device) -> None:
-        self.rows, self.max_tokens, self.device = rows, max_tokens, device
+    def __init__(self, rows: int, max_tokens: int, device: torch.device, kv: str | None = None) -> None:
+        self.rows, self.max_tokens, self.device, self.kv = rows, max_tokens, device, kv
         self.keys: torch.Tensor | None = None
         self.values: torch.Tensor | None = None
 
@@ -63,7 +66,10 @@ class LayerMemory:
 
     def allocate(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Zeros of the heads and width of these. On the CPU they take no memory until they are written."""
-        wanted = [((self.rows, t.shape[1], self.max_tokens, t.shape[3]), t.dtype) for t in (keys, values)]
+        of_rows = [(t.shape[3], t.dtype) for t in (keys, values)]
+        if self.kv is not None and keys.is_floating_point():  # else copies of what was written before
+            of_rows = [(kv_row_bytes(self.kv, width), KV_DTYPES[self.kv]) for width, _ in of_rows]
+        wanted = [((self.rows, keys.shape[1], self.max_tokens, width), dtype) for width, dtype in of_rows]
         try:
             if self.device.type == "cpu":
                 self.keys, self.values = (untouched_zeros(*each) for each in wanted)
@@ -116,6 +122,9 @@ class PromptLayer(_Layer):
         before, self._tokens = self._tokens, self._tokens + key_states.shape[2]
         keys, values = (t[self._rows] for t in self._memory.tensors())
         for all_rows, states in ((keys, key_states), (values, value_states)):
+            if self._memory.kv is not None:
+                torch.ops.pi2.write_kv(states, all_rows, torch.arange(before, self._tokens).expand(len(states), -1))
+                continue
             check_dtype(all_rows, states)
             all_rows[:, :, before : self._tokens] = states
         return keys[:, :, : self._tokens], values[:, :, : self._tokens]
@@ -142,7 +151,7 @@ class StepLayer(_Layer):
     def __init__(self, memory: LayerMemory, lengths_B: torch.Tensor) -> None:
         super().__init__(memory)
         self.keys, self.values = (t[: len(lengths_B)] for t in memory.tensors())
-        self._lengths_B = lengths_B
+        self._lengths_B, self._kv = lengths_B, memory.kv
         for tensor in (self.keys, self.values):
             # as mark_static_address does, which would import Dynamo
             tensor._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
@@ -154,6 +163,9 @@ class StepLayer(_Layer):
         rows, new = key_states.shape[0], key_states.shape[2]
         at_BT = self._lengths_B[:, None] + torch.arange(new, device=key_states.device)
         for all_rows, states in ((self.keys, key_states), (self.values, value_states)):
+            if self._kv is not None:
+                torch.ops.pi2.write_kv(states, all_rows, at_BT)
+                continue
             check_dtype(all_rows, states)
             if rows == 1:
                 all_rows.index_copy_(2, at_BT[0], states)
@@ -276,9 +288,18 @@ class KeyValues:
     compiled code holds their addresses. States are those after all tokens of a row: none can be taken back. ``grows``:
     caches show attention only what is written (:func:`torch_pi2.decode.chunked_prefill.attends_itself`). ``lengths``:
     int64 ``[rows]``, tokens of each sequence. ``states``: memory of recurrent states, by layer that has some.
+    ``kv``: of :class:`LayerMemory`.
     """
 
-    def __init__(self, model: nn.Module, max_tokens: int, rows: int, device: torch.device, grows: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        max_tokens: int,
+        rows: int,
+        device: torch.device,
+        grows: bool = False,
+        kv: str | None = None,
+    ) -> None:
         from transformers.cache_utils import CacheLayerMixin, DynamicCache  # only to decode its models
 
         for kind in (PromptLayer, StepLayer):
@@ -286,8 +307,11 @@ class KeyValues:
         self._template: Any = static_cache(model, max_tokens)
         parts = [_parts(layer) for layer in self._template.layers]
         self._layers = [
-            (LayerMemory(rows, max_tokens, device) if kv else None, StateMemory(rows, states) if states else None)
-            for kv, states in parts
+            (
+                LayerMemory(rows, max_tokens, device, kv) if attends else None,
+                StateMemory(rows, states) if states else None,
+            )
+            for attends, states in parts
         ]
         self._memory = [memory for memory, _ in self._layers if memory is not None]
         self.states = [memory for _, memory in self._layers if memory is not None]

@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 #: In the order of ``pi2/step_program.h``.
 _OPS = "copy add sub mul div neg square rsqrt less less_equal and is_finite where mean argmax gather take_rows"
-_OP = {name: i for i, name in enumerate(f"{_OPS} dequantize index_copy linear attention call".split())}
+_OP = {name: i for i, name in enumerate(f"{_OPS} dequantize index_copy linear attention call write_kv".split())}
 _BINARY = {aten.add.Tensor: "add", aten.sub.Tensor: "sub", aten.mul.Tensor: "mul", aten.div.Tensor: "div"}
 _BINARY |= {aten.lt.Tensor: "less", aten.le.Tensor: "less_equal", aten.gt.Tensor: "less", aten.ge.Tensor: "less_equal"}
 _BINARY |= {aten.__and__.Tensor: "and", aten.bitwise_and.Tensor: "and", aten.logical_and.default: "and"}
@@ -35,7 +35,9 @@ _COPIES = {"_to_copy", "to", "clone", "contiguous", "reshape", "type_as", "flatt
 #: Operators that change recurrent states, and which argument is the state.
 _CHANGED = {"aten::copy_": 0, "pi2::recurrence": 0, "pi2::conv_step": 1}
 _FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_ELEMENTS = _FLOATS | {torch.int64: 3, torch.uint8: 4, torch.bool: 4}
+_ELEMENTS = _FLOATS | {torch.int64: 3, torch.uint8: 4, torch.int8: 4, torch.bool: 4}
+#: pi2::DType of keys and values.
+_KV_CODES = _FLOATS | {torch.int8: 3, torch.uint8: 4}
 
 Call = tuple[Any, tuple[Any, ...], dict[str, Any], Any]
 #: Op, operands (the result first) and parameters.
@@ -226,7 +228,7 @@ class Translation:
             written, *read = (self.root(tensor) for tensor in operands)
             for tensor in read:
                 self._use(tensor)
-            if op == "index_copy" or id(written) in self._now.made:
+            if op in ("index_copy", "write_kv") or id(written) in self._now.made:
                 self._use(written)
                 self._now.written.add(id(written))
             else:
@@ -326,11 +328,12 @@ def _known(condition: bool) -> None:
 def _instructions(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> list[_Instruction]:
     """The instructions that compute a call."""
     given, name = _tensors((args, kwargs)), func.__name__.split(".")[0]
-    _known(isinstance(result, torch.Tensor) and result.numel() > 0)
-    for tensor in (result, *given):
+    made = _tensors(result)
+    _known(func is torch.ops.pi2.write_kv.default or (isinstance(result, torch.Tensor) and result.numel() > 0))
+    for tensor in (*made, *given):
         _known(type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.is_cpu and tensor.dim() <= 6)
         _known(tensor.dtype in _ELEMENTS and tensor.layout is torch.strided and not tensor.is_neg())
-    is_float = all(tensor.dtype in _FLOATS for tensor in (result, *given))
+    is_float = all(tensor.dtype in _FLOATS for tensor in (*made, *given))
     if func in _BINARY:
         return [_binary(func, args, kwargs, result, given)]
     if func in _UNARY:
@@ -392,7 +395,11 @@ def _instructions(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], resu
         _known(not kwargs and all(operand.stride(-1) == 1 for operand in operands))
         operands += [] if call.sinks is None else [call.sinks]
         flags = int(call.causal), int(seen is not None), int(call.sinks is not None)
-        return [("attention", operands, [_double(call.scale), *flags])]
+        return [("attention", operands, [_double(call.scale), *flags, _KV_CODES[call.key.dtype]])]
+    if func is torch.ops.pi2.write_kv.default:
+        x, rows, at = args
+        _known(x.stride(-1) == 1 and at.is_contiguous())
+        return [("write_kv", [rows, x, at], [_KV_CODES[rows.dtype]])]
     raise _Unknown
 
 

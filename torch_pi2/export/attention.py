@@ -12,13 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from torch_pi2.errors import UnsupportedModelError
-from torch_pi2.ops import load
+from torch_pi2.ops import attention, load
 from torch_pi2.types.config import KV_FORMATS
 
 #: Storage dtypes of the cache formats.
 KV_DTYPES = dict(zip(KV_FORMATS, (torch.float32, torch.float16, torch.uint8)))
-#: An int8 row ends with its scale, a float32.
-SCALE_BYTES = 4
 _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor rows, Tensor(a!) keys, Tensor(b!) values, "
     "float scale, int window, float softcap, Tensor? sinks=None"
@@ -104,23 +102,14 @@ def write_cache(
 def packed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Rows ``[..., D]`` in a cache's format.
 
-    uint8 holds int8 rows: D values, then their float32 scale, the largest magnitude / 127. Rows with NaN or infinity
-    become zeros with a NaN scale.
+    uint8 holds int8 rows (:func:`torch_pi2.ops.attention.packed`).
     """
-    if dtype != torch.uint8:
-        return x.to(dtype)
-    scale = x.abs().amax(-1, keepdim=True) / 127
-    scale, inverse = scale.where(scale.isfinite(), torch.nan), (1 / scale).nan_to_num(0, 0, 0)
-    whole = (x * inverse.where(scale.isfinite(), 0)).nan_to_num(0).round().to(torch.int8)
-    return torch.cat((whole.view(torch.uint8), scale.contiguous().view(torch.uint8)), -1)
+    return attention.packed(x, "int8").view(dtype) if dtype == torch.uint8 else x.to(dtype)
 
 
 def unpacked(rows: torch.Tensor) -> torch.Tensor:
     """Inverse of :func:`packed`, in float32."""
-    if rows.dtype != torch.uint8:
-        return rows.float()
-    scale = rows[..., -SCALE_BYTES:].contiguous().view(torch.float32)
-    return rows[..., :-SCALE_BYTES].contiguous().view(torch.int8) * scale
+    return attention.unpacked(rows.view(torch.int8), 0) if rows.dtype == torch.uint8 else rows.float()
 
 
 Select = Callable[[torch.Tensor], torch.Tensor]

@@ -12,20 +12,22 @@ from typing import Any, TypeVar
 
 import torch
 
-Reference = TypeVar("Reference", bound=Callable[..., torch.Tensor])
+Reference = TypeVar("Reference", bound=Callable[..., Any])
 
 #: Operator -> its reference, and operator (with overload) -> its fake kernel: shapes without data.
-REFERENCES: dict[str, Callable[..., torch.Tensor]] = {}
-FAKES: dict[str, Callable[..., torch.Tensor]] = {}
+REFERENCES: dict[str, Callable[..., Any]] = {}
+FAKES: dict[str, Callable[..., Any]] = {}
 
 
-def operator(result: Callable[[SimpleNamespace], torch.Tensor], out: bool = False) -> Callable[[Reference], Reference]:
+def operator(
+    result: Callable[[SimpleNamespace], torch.Tensor | None], out: bool = False
+) -> Callable[[Reference], Reference]:
     """Decorator that lists an operator's reference. ``result``: makes an empty result from the arguments of a call by
     name. ``out``: there is also a variant that writes into ``out``, as ExecuTorch needs it.
     """
 
     def listed(reference: Reference) -> Reference:
-        def fake(*args: Any) -> torch.Tensor:
+        def fake(*args: Any) -> torch.Tensor | None:
             return result(arguments_of(reference, args))
 
         def into(*args: Any, out: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -128,6 +128,7 @@ class Batch:
         max_queue: sequences that may wait for a slot.
         compiled: compile steps; the first step of each number of sequences pauses for seconds.
         prefix_bytes: size of the prefix cache.
+        kv: format of keys and values, also in the prefix cache; see :class:`~torch_pi2.decode.decoder.Decoder`.
 
     Attributes:
         prefixes: the prefix cache. capacity: maximum sequences decoded and waiting.
@@ -143,6 +144,7 @@ class Batch:
         max_queue: int = 64,
         compiled: bool = False,
         prefix_bytes: int = 0,
+        kv: str | None = None,
     ) -> None:
         if max_queue < 0:
             raise ConfigError("max_queue", expected="0 or more", found=str(max_queue), fix="Choose a larger number.")
@@ -152,7 +154,8 @@ class Batch:
         self.max_tokens, self.max_batch_size, self.max_queue = max_tokens, max_batch_size, max_queue
         self.capacity, self.counts = max_batch_size + max_queue, Counts()
         self._group = group_of(model)
-        self._decoder = Decoder(model, max_tokens=max_tokens, batch=max_batch_size, compiled=compiled, logits=True)
+        how: Any = {"max_tokens": max_tokens, "batch": max_batch_size, "compiled": compiled, "kv": kv}
+        self._decoder, self.kv = Decoder(model, logits=True, **how), kv
         self._vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
         divided = self._group is not None and self._group.divides_kv
         divided = divided or (self._group is not None and self._decoder.has_states)

@@ -58,7 +58,7 @@ class ChatSession:
 
     Args:
         max_tokens: of the whole conversation. limit: of an answer. sampling: None: greedy. system: the system message.
-            compiled: see :class:`~torch_pi2.decode.decoder.Decoder`.
+            compiled, kv: see :class:`~torch_pi2.decode.decoder.Decoder`.
     """
 
     def __init__(
@@ -72,8 +72,9 @@ class ChatSession:
         seed: int = 0,
         system: str | None = None,
         compiled: bool = False,
+        kv: str | None = None,
     ) -> None:
-        self._decoder = Decoder(model, max_tokens=max_tokens, compiled=compiled, logits=True)
+        self._decoder = Decoder(model, max_tokens=max_tokens, compiled=compiled, logits=True, kv=kv)
         self._tokenizer, self._ends = tokenizer, end_tokens(model, None, tokenizer)
         self._limit, self._sampling, self._seed = limit, sampling, seed
         self._system = [] if system is None else [{"role": "system", "content": system}]

@@ -2,12 +2,9 @@
 // program. pi2::cached_attention.out: that, then attention over the cache. Their references are in
 // torch_pi2/export/attention.py.
 #include <algorithm>
-#include <cmath>
-#include <limits>
 #include <string>
 #include <vector>
 
-#include "base/convert.h"
 #include "bindings/executorch/operators.h"
 #include "bindings/executorch/threads.h"
 #include "pi2/attention.h"
@@ -34,22 +31,6 @@ char* data_of(const Tensor& tensor, const char* what, ScalarType dtype, const st
   return static_cast<char*>(const_cast<void*>(tensor.const_data_ptr()));
 }
 
-// Writes one row of the cache. int8 rows end with their scale: NaN if a number was not finite.
-void pack(const float* from, DType dtype, std::int64_t width, char* to) {
-  if (dtype != DType::kI8) return narrow(from, to, dtype, width);
-  float most = 0;
-  bool finite = true;
-  for (std::int64_t k = 0; k < width; ++k) {
-    finite &= std::isfinite(from[k]);
-    most = std::max(most, std::fabs(from[k]));
-  }
-  const float scale = finite ? most / 127 : std::numeric_limits<float>::quiet_NaN(), exact = 1 / scale;
-  const float inverse = std::isfinite(exact) ? exact : 0;  // 0 for rows of zeros or of tiny numbers
-  for (std::int64_t k = 0; k < width; ++k)
-    to[k] = finite ? static_cast<char>(static_cast<std::int8_t>(std::rint(from[k] * inverse))) : 0;
-  std::memcpy(to + width, &scale, kKvScaleBytes);
-}
-
 // Checks new tokens and their cache, and writes them.
 struct Written {
   std::int64_t batch = 0, tokens = 0, key_heads = 0, width = 0, length = 0, numbers = 0;
@@ -67,7 +48,7 @@ Written write(const Tensor& key, const Tensor& value, const Tensor& rows, const 
   w.key_heads = keys.size(1);
   w.length = keys.size(2);
   w.dtype = kv_dtype(keys);
-  w.numbers = w.width + (w.dtype == DType::kI8 ? kKvScaleBytes : 0);
+  w.numbers = kv_row_bytes(w.dtype, w.width) / kv_unit_bytes(w.dtype);
   const std::int64_t lanes = keys.size(0), row = row_bytes(w.dtype, w.numbers), all = w.batch * w.tokens;
   const std::vector<std::int64_t> new_sizes = {w.batch, w.key_heads, w.tokens, w.width};
   const std::vector<std::int64_t> cache_sizes = {lanes, w.key_heads, w.length, w.numbers};
@@ -95,7 +76,8 @@ Written write(const Tensor& key, const Tensor& value, const Tensor& rows, const 
       const std::int64_t from = (b * w.key_heads + head) * w.tokens + token % w.tokens;
       const std::int64_t to = (w.lane_of[static_cast<std::size_t>(b)] * w.key_heads + head) * w.length +
                               w.positions[static_cast<std::size_t>(token)];
-      pack(reinterpret_cast<const float*>(added[kind]) + from * w.width, w.dtype, w.width, w.caches[kind] + to * row);
+      const auto* x = reinterpret_cast<const float*>(added[kind]) + from * w.width;
+      pack_kv(x, w.dtype, w.width, w.caches[kind] + to * row);
     }
   return w;
 }

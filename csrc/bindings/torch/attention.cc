@@ -1,4 +1,4 @@
-// torch.ops.pi2.attention.
+// torch.ops.pi2.attention, write_kv.
 #include "pi2/attention.h"
 
 #include "bindings/torch/common.h"
@@ -16,13 +16,21 @@ Tensor heads_of(const Tensor& tensor, const char* name, int64_t (&strides)[3]) {
   return rows;
 }
 
-void check_sizes(const Tensor& query, const Tensor& key, const Tensor& value) {
+// The format of keys and values: quantised rows are int8, or bytes of int4.
+DType kv_dtype(const Tensor& rows, DType other) {
+  if (rows.scalar_type() == ScalarType::Char) return DType::kI8;
+  return rows.scalar_type() == ScalarType::Byte ? DType::kQ4 : other;
+}
+
+void check_sizes(const Tensor& query, const Tensor& key, const Tensor& value, DType kv) {
+  const bool packed = kv == DType::kI8 || kv == DType::kQ4;
+  const int64_t width = packed ? kv_row_bytes(kv, query.size(3)) : query.size(3);
   for (const Tensor* tensor : {&key, &value}) {
     const char* name = tensor == &key ? "key" : "value";
-    STD_TORCH_CHECK(tensor->scalar_type() == query.scalar_type(), "pi2: dtype of ", name,
-                    ": expected query's, found another. Convert them together.");
-    STD_TORCH_CHECK(tensor->size(0) == query.size(0) && tensor->size(3) == query.size(3), "pi2: ", name, ": expected [",
-                    query.size(0), ", key heads, length, ", query.size(3), "] for query ", shape_of(query), ", found ",
+    STD_TORCH_CHECK(tensor->scalar_type() == (packed ? key : query).scalar_type(), "pi2: dtype of ", name,
+                    ": expected ", packed ? "key's" : "query's", ", found another. Convert them together.");
+    STD_TORCH_CHECK(tensor->size(0) == query.size(0) && tensor->size(3) == width, "pi2: ", name, ": expected [",
+                    query.size(0), ", key heads, length, ", width, "] for query ", shape_of(query), ", found ",
                     shape_of(*tensor), ". Pass the cache of these sequences.");
   }
   STD_TORCH_CHECK(key.size(1) == value.size(1) && key.size(2) == value.size(2), "pi2: value: expected ", shape_of(key),
@@ -50,8 +58,10 @@ Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, co
   AttentionArgs args;
   const Tensor q = heads_of(query, "query", args.query_strides), k = heads_of(key, "key", args.key_strides),
                v = heads_of(value, "value", args.value_strides);
-  args.dtype = args.kv_dtype = float_dtype(query, "query");
-  check_sizes(query, key, value);
+  args.dtype = float_dtype(query, "query");
+  args.kv_dtype = kv_dtype(key, args.dtype);
+  args.rotated = args.kv_dtype != args.dtype;
+  check_sizes(query, key, value, args.kv_dtype);
   args.batch = query.size(0);
   args.heads = query.size(1);
   args.key_heads = key.size(1);
@@ -82,14 +92,50 @@ Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, co
   return y;
 }
 
+void write_kv(const Tensor& x, const Tensor& rows, const Tensor& at) {
+  WriteKvArgs args;
+  const Tensor numbers = heads_of(x, "x", args.x_strides);
+  check_plain(rows, "rows");
+  args.dtype = float_dtype(x, "x");
+  args.kv_dtype = kv_dtype(rows, args.dtype);
+  const std::vector<int64_t> wanted = {x.size(0), x.size(1), rows.dim() == 4 ? rows.size(2) : 0,
+                                       kv_row_bytes(args.kv_dtype, x.size(3))};
+  bool sound = args.kv_dtype != args.dtype && rows.dim() == 4 && rows.stride(3) == 1;
+  for (int64_t d = 0; sound && d < 4; ++d) sound = rows.size(d) == wanted[static_cast<size_t>(d)];
+  STD_TORCH_CHECK(sound, "pi2: rows: expected int8 or uint8 [", wanted[0], ", ", wanted[1], ", length, ", wanted[3],
+                  "] for x ", shape_of(x), ", found ", shape_of(rows), ". Pass the cache of these sequences.");
+  check_plain(at, "at");
+  STD_TORCH_CHECK(
+      at.scalar_type() == ScalarType::Long && at.dim() == 2 && at.size(0) == x.size(0) && at.size(1) == x.size(2),
+      "pi2: at: expected int64 [", x.size(0), ", ", x.size(2), "], a position of each token, found ", shape_of(at),
+      " of this or another dtype. Say where each goes.");
+  const Tensor places = dense(at);
+  args.batch = x.size(0);
+  args.heads = x.size(1);
+  args.tokens = x.size(2);
+  args.width = x.size(3);
+  args.length = rows.size(2);
+  args.x = numbers.const_data_ptr();
+  args.rows = static_cast<char*>(rows.mutable_data_ptr());
+  for (int64_t d = 0; d < 3; ++d) args.row_strides[d] = rows.stride(d);
+  args.at = static_cast<const int64_t*>(places.const_data_ptr());
+  if (x.numel() == 0) return;
+  STD_TORCH_CHECK(pi2::write_kv(args, torch_threads()), "pi2: at: expected positions of 0 to ", args.length - 1,
+                  ", found another. Pass those of new tokens.");
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
   m.def(
       "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale, bool causal=False, "
       "Tensor? sinks=None) -> Tensor");
+  m.def("write_kv(Tensor x, Tensor(a!) rows, Tensor at) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(pi2, CPU, m) { m.impl("attention", TORCH_BOX(&attention)); }
+STABLE_TORCH_LIBRARY_IMPL(pi2, CPU, m) {
+  m.impl("attention", TORCH_BOX(&attention));
+  m.impl("write_kv", TORCH_BOX(&write_kv));
+}
 
 }  // namespace pi2::binding

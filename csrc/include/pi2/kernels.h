@@ -85,7 +85,8 @@ struct AttendArgs {
   const std::uint64_t* mask = nullptr;  // [tokens, words]: bit i of word w set: the token sees position 64 w + i
   std::int64_t words = 0, begin = 0, end = 0;
   float scale = 1, softcap = 0;
-  float* scores = nullptr;  // room for [tokens * group, kAttendWord]
+  float* scores = nullptr;    // room for [tokens * group, kAttendWord]
+  float* unpacked = nullptr;  // of q4: room for [kAttendWord, groups(width) * kGroup]
   // By row: the largest score so far (initially -inf), the sum of the weights relative to it (0), and y [., ld] (0).
   float* max = nullptr;
   float* sum = nullptr;
@@ -147,7 +148,7 @@ inline constexpr const char* kDTypeNames[kDTypes] = {"f32",  "bf16", "f16",  "i8
 // Entries are null where a dtype has no such kernel:
 //   dot        all dtypes                  axpy       all but i8, and of ggml's blocks tq2_0
 //   prepare    q4, q8 and ggml's blocks (float activations)             restore    q4, q8, tq2_0
-//   attend     f32, bf16, f16, i8 (a float behind each row is its scale)
+//   attend     f32, bf16, f16, i8 (a float behind each row is its scale), q4
 //   dot_a8, prepare_a8                     those of prepare (activations as int8 with a float scale per group of 32)
 struct KernelTable {
   const char* isa;  // as in kernels/list.inc

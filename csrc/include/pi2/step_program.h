@@ -41,14 +41,16 @@ enum class StepOp : std::int64_t {
   kDequantize,  // y, rows; parameter: the rows' DType
   kIndexCopy,   // y[.., index[i], ..] = x[.., i, ..]; operands y, x, index; parameter: the dimension
   kLinear,      // y, x, rows, perhaps a bias; parameters: weights' DType, int8 activations, blocks
-  kAttention,   // y, query, key, value, perhaps a mask and sinks; parameters: scale (a double), causal, mask, sinks
+  kAttention,   // y, query, key, value, perhaps a mask and sinks; parameters: scale (a double), causal, mask, sinks,
+                // and the DType of keys and values: query's, or kI8 or kQ4 (rotated)
   kCall,        // y, x, contiguous and of one size: an operator of the host; parameter: its number
+  kWriteKv,     // rows, x, positions; parameter: the rows' DType
 };
-constexpr std::int64_t kStepOps = 22;
+constexpr std::int64_t kStepOps = 23;
 
 class StepProgram {
  public:
-  static constexpr int kMostOperands = 6, kMostRank = 6, kMostParameters = 4;
+  static constexpr int kMostOperands = 6, kMostRank = 6, kMostParameters = 5;
 
   struct Operand {
     std::int64_t slot = 0, offset = 0;  // bytes

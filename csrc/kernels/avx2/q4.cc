@@ -1,4 +1,5 @@
 #include "kernels/q4.h"
+#include "kernels/attention.h"
 #include "kernels/avx2/a8.h"
 #include "kernels/avx2/blocks.h"
 #include "kernels/avx2/impl.h"
@@ -20,3 +21,5 @@ void pi2::prepare_gemm_q4__avx2(PI2_PREPARE_ARGS) { Blocks<avx2::BlockQ4>::prepa
 void pi2::dot_blocks_q4__avx2(PI2_DOT_BLOCKS_ARGS) {
   Blocks<avx2::BlockQ4>::dot(blocks, count, x_T, tokens, n, out, ldo);
 }
+
+void pi2::attend_q4__avx2(PI2_ATTEND_ARGS) { attend_q4<avx2::F32, 2>(a); }

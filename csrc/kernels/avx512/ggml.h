@@ -21,11 +21,6 @@ struct GgmlSimd : Simd {
   static Float bytes(const char* p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(p))));
   }
-  static float half(const char* p) {
-    std::uint16_t bits;
-    std::memcpy(&bits, p, sizeof(bits));
-    return _cvtsh_ss(bits);
-  }
   static __m128i load16(const char* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
   static __m512i low_bits(__m512i v, int bits) {
     return _mm512_and_si512(v, _mm512_set1_epi8(static_cast<char>((1 << bits) - 1)));

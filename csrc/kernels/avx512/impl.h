@@ -4,6 +4,8 @@
 
 #include <immintrin.h>
 
+#include <cstring>
+
 #include "kernels/plain.h"
 
 namespace pi2::avx512 {
@@ -20,6 +22,11 @@ struct Simd {
   static Float max(Float a, Float b) { return _mm512_max_ps(a, b); }
   static Float fma(Float a, Float b, Float c) { return _mm512_fmadd_ps(a, b, c); }
   static float reduce(Float v) { return _mm512_reduce_add_ps(v); }
+  static float half(const char* p) {
+    std::uint16_t bits;
+    std::memcpy(&bits, p, sizeof(bits));
+    return _cvtsh_ss(bits);
+  }
   static float reduce_max(Float v) { return _mm512_reduce_max_ps(v); }
   static void reduce4(Float a, Float b, Float c, Float d, float* out) {
     const Float ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));

@@ -50,10 +50,15 @@ struct Quantized : Simd {
     for (int j = 0; j < 2; ++j)
       w[j] = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16 * j))));
   }
-  static float half(const char* p) {
-    std::uint16_t bits;
-    std::memcpy(&bits, p, sizeof(bits));
-    return _cvtsh_ss(bits);
+};
+
+// A group of an int4 row in order, as kernels/attention.h wants it.
+struct Group {
+  static void unpack(const char* values, float scale, float* out) {
+    const __m512i both = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(values)));
+    const __m512 by = _mm512_set1_ps(scale);
+    _mm512_storeu_ps(out, _mm512_mul_ps(Quantized::q4_weights<0>(both), by));
+    _mm512_storeu_ps(out + kGroup / 2, _mm512_mul_ps(Quantized::q4_weights<1>(both), by));
   }
 };
 

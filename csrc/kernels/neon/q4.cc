@@ -1,4 +1,5 @@
 #include "kernels/q4.h"
+#include "kernels/attention.h"
 #include "kernels/neon/a8.h"
 #include "kernels/neon/impl.h"
 
@@ -15,3 +16,5 @@ void pi2::dot_a8_q4__neon(PI2_DOT_ARGS) {
 }
 
 void pi2::prepare_a8_q4__neon(PI2_PREPARE_ARGS) { neon::prepare_a8(x, n, out); }
+
+void pi2::attend_q4__neon(PI2_ATTEND_ARGS) { attend_q4<neon::F32, 4>(a); }

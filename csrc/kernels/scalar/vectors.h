@@ -22,6 +22,11 @@ struct Vectors {
   static Float mul(Float a, Float b) { return a * b; }
   static Float max(Float a, Float b) { return a > b ? a : b; }
   static Float fma(Float a, Float b, Float c) { return a * b + c; }
+  static float half(const char* p) {
+    std::uint16_t bits;
+    std::memcpy(&bits, p, sizeof(bits));
+    return F16::widen(bits);
+  }
   static float reduce(Float v) { return (v[0] + v[1]) + (v[2] + v[3]); }
   static float reduce_max(Float v) {
     const float low = v[0] > v[1] ? v[0] : v[1], high = v[2] > v[3] ? v[2] : v[3];
