@@ -80,7 +80,7 @@ def test_mistakes(checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture
         assert f"found a GGUF file. Use: torch-pi2 import {GOLDEN} --out DIR" in capfd.readouterr().err
     assert cli.main(["import", str(tmp_path / "none.gguf"), "--out", str(tmp_path / "b")]) == 2
     assert "expected a GGUF file, found nothing" in capfd.readouterr().err
-    assert cli.main(["optimize", str(GOLDEN), "--out", str(tmp_path / "b")]) == 2
+    assert cli.main(["profile", str(GOLDEN), "--out", str(tmp_path / "b")]) == 2
     assert f"a GGUF file, which runs as it is. Use: torch-pi2 generate {GOLDEN} PROMPT" in capfd.readouterr().err
     for verb in ("chat", "serve", "eval", "inspect"):  # absent, relative
         assert cli.main([verb, "none.gguf"]) == 2

@@ -365,22 +365,18 @@ def powerinfer(
     target: Path,
     kind: str,
     predictors: Mapping[str, torch.Tensor],
-    *,
-    threshold: float = 0.0,
-    change: Mapping[str, np.ndarray[Any, Any]] | None = None,
 ) -> dict[str, np.ndarray[Any, Any]]:
     """``source`` (float32, llama) as PowerInfer's files are, in the type ``kind``; name -> numbers, down as usual.
 
     Down lies neuron by neuron, there are ``predictors`` (``blk.0.fc1.weight``), and the file begins in another way.
-    ``change``: tensors that have other numbers than in ``source``.
     """
     reader, between = gguf.GGUFReader(source), target.with_suffix(".between")
     writer = _writer_of(reader, between)
-    writer.add_key_value("powerinfer.sparse_threshold", threshold, gguf.GGUFValueType.FLOAT32)
+    writer.add_key_value("powerinfer.sparse_threshold", 0.0, gguf.GGUFValueType.FLOAT32)
     for tensor in reader.tensors:
-        data = (change or {}).get(tensor.name, tensor.data)
         down = tensor.name.endswith("ffn_down.weight")
-        writer.add_tensor(tensor.name.replace("ffn_down.", "ffn_down_t."), data.T.copy() if down else data)
+        data = tensor.data.T.copy() if down else tensor.data
+        writer.add_tensor(tensor.name.replace("ffn_down.", "ffn_down_t."), data)
     for name, matrix in predictors.items():
         writer.add_tensor(name, matrix.numpy())
     _write(writer)

@@ -52,8 +52,7 @@ class ImportReport(QuantizeReport):
             format if there are no neurons.
         neurons: number of layers (experts count singly) that became neurons. tokenizer: why there is none; empty if
             there is one.
-        predictors: tensors of PowerInfer's predictors that were ignored. recall: layer key -> share of firing neurons
-            that an imported predictor predicts on the given text.
+        predictors: tensors of PowerInfer's predictors that were ignored.
         errors: relative errors of rounded matrices; 0 for those that keep their integers.
     """
 
@@ -62,7 +61,6 @@ class ImportReport(QuantizeReport):
     neurons: int = 0
     tokenizer: str = ""
     predictors: int = 0
-    recall: dict[str, float] = field(default_factory=dict)
 
 
 @checked

@@ -24,7 +24,6 @@ class Import:
     others are rounded again, and listed. Tokenizer and chat template are imported, too. Layers that can be sparse
     (ReLU) and experts become neurons; --neurons all does this for all layers, for `torch-pi2 pack` and models larger
     than memory.
-    --predictors imports PowerInfer's predictors, and measures their recall.
     """
 
     EXAMPLE = "torch-pi2 import model-q4_k_m.gguf --out my-model"
@@ -36,27 +35,20 @@ class Import:
         common.add_out(parser)
         which = "which feed-forward layers become neurons, and in what; auto: experts, and those that can be sparse"
         add("--neurons", choices=IMPORT_NEURONS, default="auto", help=which)
-        text = "import the predictors of a PowerInfer file, too (lossy), measured on this UTF-8 text"
-        add("--predictors", metavar="FILE|stdlib", help=text)
 
     @staticmethod
     def run(args: argparse.Namespace) -> dict[str, Any]:
         from torch_pi2 import import_gguf, import_quantized, import_rwkv
-        from torch_pi2.profiling.text import stdlib_text
         from torch_pi2.store.gguf import gguf_in
 
         common.check_out(args.out)
-        how, named = {"neurons": args.neurons, "progress": not args.quiet}, args.predictors
+        how = {"neurons": args.neurons, "progress": not args.quiet}
         if args.source.suffix == ".pth":
             report = import_rwkv(args.source, args.out)
         elif not args.source.is_dir() or gguf_in(args.source) is not None:
-            text = stdlib_text("train", max_bytes=1 << 16) if named == "stdlib" else None
-            text = common.text_in(named, "--predictors") if named not in (None, "stdlib") else text
-            report = import_gguf(args.source, args.out, predictors=text, **how)
-        elif named is None:
-            report = import_quantized(args.source, args.out, **how)
+            report = import_gguf(args.source, args.out, **how)
         else:
-            raise common.needs("--predictors", "a GGUF file", f"folder {args.source}")
+            report = import_quantized(args.source, args.out, **how)
         return {"out": str(args.out), **report.to_json()}
 
     @staticmethod
@@ -76,12 +68,7 @@ class Import:
         if result["predictors"]:
             lines.append(
                 f"{result['predictors']} tensors of PowerInfer's predictors left out, as nothing says what they miss: "
-                "the exact gate misses nothing; --predictors TEXT imports them, and measures their recall"
-            )
-        if recall := result["recall"].values():
-            lines.append(
-                f"predictors of {len(recall)} layers (lossy) find {common.percent(sum(recall) / len(recall), 1)} of "
-                f"the neurons that fire, {common.percent(min(recall), 1)} in the worst layer (torch-pi2 inspect)"
+                "the exact gate misses nothing; torch-pi2 optimize fits others"
             )
         if result["tokenizer"]:
             lines.append(f"no tokenizer: {result['tokenizer']}")

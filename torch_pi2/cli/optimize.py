@@ -86,17 +86,12 @@ def _of_quantised(args: argparse.Namespace) -> dict[str, Any]:
     if not args.no_verdict:
         phase(verdict.MEASURING)
         given = {name: value for name, value in asdict(config).items() if value != getattr(Config(), name)}
-        missing = {"dense": "the folder that it was made of has quantised weights alone"}
-        why = (
-            missing
-            if file is None
-            else {"dense": found}
-            if (found := verdict.no_memory(weight_bytes(args.model)))
-            else {}
-        )
+        alone = "the folder that it was made of has quantised weights alone"
+        missing = alone if file is None else verdict.no_memory(weight_bytes(Path(args.model)))
+        why = {"dense": missing} if missing else {}
         dense = None if why else torch_pi2.load(args.model)
         about: Any = {"tokenizer": tokenizer, "made": [verdict.step("optimize", source, given)], "not_measured": why}
-        verdict.keep(args.out, judge(torch_pi2.load(args.out), dense, args.out, **about), source)
+        judge(torch_pi2.load(args.out), dense, args.out, **about).save(args.out / "pi2")
     return {"out": str(args.out), **describe(args.out), "weights": report.weights, "quantization": {}}
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch_pi2.base.fields import checked
 from torch_pi2.base.files import cache_folder, locked, not_written, replacing_folder
@@ -18,7 +17,6 @@ from torch_pi2.base.modules import fresh_settings
 from torch_pi2.base.package import __version__, quiet_imports
 from torch_pi2.base.progress import log
 from torch_pi2.checkpoint.gguf.families import configuration
-from torch_pi2.checkpoint.gguf.predictors import import_predictors
 from torch_pi2.checkpoint.gguf.source import GgufCheckpoint
 from torch_pi2.checkpoint.gguf.tokenizer import write_tokenizer
 from torch_pi2.checkpoint.importing import ImportReport, write_imported
@@ -49,7 +47,6 @@ def import_gguf(
     folder: str | Path,
     *,
     neurons: str = "auto",
-    predictors: Any = None,
     parts: SparseState | None = None,
     progress: bool = False,
 ) -> ImportReport:
@@ -71,17 +68,12 @@ def import_gguf(
         neurons: ``auto``: only experts, and layers whose activation gives zeros (ReLU). ``all``: all layers, as a
             neuron store and thresholds need. ``int4`` or ``int8``: all, in this format throughout (GPUs read no other;
             ``int4`` of a Q4_0 file is smaller, and rounds down by some 8 %).
-        predictors: text (a str, a list of them, or token ids ``[N, T]``, some 2,000 tokens) on which the recall of a
-            PowerInfer file's predictors is measured. They then choose the neurons to compute (lossy). None: they are
-            ignored in favour of the exact gate.
         parts: plan, predictors and statistics of the model in floats, which the folder gets
             (:func:`torch_pi2.optimize_quantized` makes them). None: the exact gate where there are zeros.
 
     Raises:
         ArtifactError: damage, or ``folder`` cannot be written. UnsupportedModelError: an unknown architecture or
-            feature, or predictors that ours cannot express (docs/GGUF.md). ConfigError: an invalid ``neurons``.
-            CalibrationError: too little text, or no tokenizer to read it with. LibraryMissingError: transformers or
-            gguf is not installed.
+            feature (docs/GGUF.md). ConfigError: an invalid ``neurons``. LibraryMissingError: no transformers, or gguf.
     """
     check_choice("import_gguf(neurons=...)", neurons, IMPORT_NEURONS, "Choose one of these.")
     load_library()
@@ -93,10 +85,7 @@ def import_gguf(
         tokenizer = write_tokenizer(checkpoint.file, staging)
         report = write_imported(checkpoint, staging, neurons, progress, activations="int8", parts=parts)
         report.tokenizer = tokenizer
-        if predictors is None:
-            report.predictors = len(checkpoint.predictors())
-        else:
-            report.recall = import_predictors(checkpoint, staging, predictors, progress)
+        report.predictors = len(checkpoint.predictors())
     report.seconds = time.perf_counter() - start
     return report
 

@@ -253,14 +253,8 @@ class GgufCheckpoint(Closing):
         late |= {"dec.blk.0.cross_attn_rel_b.weight"}  # which T5 has not used
         return sorted(set(self.file.tensors) - self.used - set(self.predictors()) - late)
 
-    def predictor(self, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A block's predictor, float32 ``[r, H]`` and ``[I, r]``. Raises ArtifactError: a matrix is missing."""
-        found = [self.file.tensor(f"blk.{block}.fc{part}.weight") for part in (1, 2)]
-        first, second = (_values(self.file.read_rows(t.name, 0, t.rows), t).float() for t in found)
-        return first, second
-
     def predictors(self) -> list[str]:
-        """Tensors of PowerInfer's predictors, whose input differs from ours (it is taken before the norm)."""
+        """Tensors of PowerInfer's predictors, which are left out."""
         found = [name for name in self.file.tensors if re.fullmatch(r"blk\.\d+\.fc[12]\.weight", name)]
         return sorted(found) if self.family.by_neuron else []
 
