@@ -30,6 +30,7 @@ from torch_pi2.eval.timing import time_decode
 from torch_pi2.eval.work import work
 from torch_pi2.formats import FLOAT, FORMATS
 from torch_pi2.layers.inputs import InputSparseLinear
+from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.predict.method import InputMethod, SparseMethod
 from torch_pi2.profiling.data import calibration_batches
 from torch_pi2.rewrite.state import get_state
@@ -150,13 +151,14 @@ def compare(
         try:
             made = copy.deepcopy(model) if plain is model else model()
             how: Any = {"tokenizer": tokenizer, "config": config, "progress": progress}
-            if isinstance(config, Config) and not isinstance(config._custom, InputMethod):
+            if isinstance(config, Config) and not any(map(_alone, config._custom.values())):
                 key = str(to_json(config))
                 how["stats"] = shared[key] = shared.get(key) or api.profile(made, calibration, **how)
             started = time.perf_counter()
             config(made) if callable(config) else api.optimize(made, calibration, **how)
             row["fit_s"] = time.perf_counter() - started
-            found = {of: _beside(made, dense, windows, bits[configs["dense"].weights]) for of, windows in texts.items()}
+            width = bits[configs["dense"].weights] / 8
+            found = {of: _beside(plain, made, dense, windows, width) for of, windows in texts.items()}
             if rounds:
                 decoders.append(Decoder(made, max_tokens=prompt_1T.shape[1] + _DECODED + 1))
                 row |= _speed(decoders, prompt_1T, rounds)
@@ -193,8 +195,15 @@ def _second_half(model: nn.Module, ids_1T: torch.Tensor) -> torch.Tensor:
     return logits_of(model, ids_1T[:, :-1])[0, ids_1T.shape[1] // 2 :]
 
 
-def _beside(model: nn.Module, dense: Callable[[Any], Any], windows: list[torch.Tensor], bits: float) -> Row:
-    """``bits``: of a weight."""
+def _alone(method: Any) -> bool:
+    """Whether the statistics of the model's neurons are not of use to ``method``."""
+    return isinstance(method, InputMethod) or type(method).prepare is not Fitted.prepare
+
+
+def _beside(
+    plain: nn.Module, model: nn.Module, dense: Callable[[Any], Any], windows: list[torch.Tensor], width: float
+) -> Row:
+    """``width``: bytes of a weight."""
     inputs = [module for module in model.modules() if isinstance(module, InputSparseLinear)]
     for module in inputs:
         module.used = module.seen = 0
@@ -205,12 +214,17 @@ def _beside(model: nn.Module, dense: Callable[[Any], Any], windows: list[torch.T
     own: list[Any]
     sizes: list[float]
     if inputs:
-        own, sizes = [module.custom for module in inputs], [module.rows.nbytes for module in inputs]
-        share = sum(y.used / y.seen * size for y, size in zip(inputs, sizes, strict=True)) / sum(sizes)
+        own, kinds = [module.custom for module in inputs], (nn.Linear, QuantLinear)
+        names = {name for name, y in plain.named_modules() if isinstance(y, nn.Linear)}
+        still = {name for name, y in model.named_modules() if name in names and isinstance(y, kinds)}
+        beside = [y for name, y in model.named_modules() if name not in names and isinstance(y, kinds)]
+        sizes = [width * plain.get_parameter(f"{name}.weight").numel() for name in names - still]
+        used = [(1.0, y) for y in beside] + [(y.used / y.seen, y) for y in inputs]
+        share = sum(part * width * y.in_features * y.out_features for part, y in used) / sum(sizes)
     else:
         layers, methods = get_state(model).plan.layers, get_state(model).predictors
         own = [m for y in layers if (m := methods.get(y.site.key)) and (y.method in PREDICTED or hasattr(m, "cut_I"))]
-        sizes = [bits / 8 * y.site.rows_per_neuron * y.site.hidden * y.site.intermediate for y in layers]
+        sizes = [width * y.site.rows_per_neuron * y.site.hidden * y.site.intermediate for y in layers]
         share = done.rows_used or 0.0
     read = sum(y.read_bytes() if isinstance(y, SparseMethod) else _size(y) for y in own)
     more = {"neurons": done.neurons_used, "ffn_bytes": share + read / sum(sizes), "size_bytes": sum(map(_size, own))}

@@ -54,8 +54,6 @@ SPARSE: dict[str, dict[str, Any]] = {
     "lowrank": {"method": "lowrank"},
     "signbit": {"method": "signbit"},
 }
-#: What they are about needs more than ``optimize``, a change of the model: see their files. Not in ``all``.
-_OTHER_MODELS = ("r-sparse", "spon")
 WEIGHTS: dict[str, dict[str, Any]] = {
     "float": {},
     "int4": {"weights": "int4"},
@@ -135,7 +133,7 @@ def cases(names: str, shares: list[float], model: nn.Module) -> dict[str, Any]:
     """Methods of :func:`compare` by name in the table. Raises ConfigError: an unknown name."""
     zeros = all(exact_zeros(site.activation) for site in find_sites(model))
     built_in, others = SPARSE if zeros else {}, published()
-    chosen = [*built_in, *(y for y in others if y not in _OTHER_MODELS)] if names == "all" else names.split(",")
+    chosen = [*built_in, *others] if names == "all" else names.split(",")
     found = dict[str, Any]()
     for name in chosen:
         if name in built_in:

@@ -412,7 +412,8 @@ def optimize(
     Raises:
         Pi2Error: see :mod:`torch_pi2.errors`. The model is then left dense and where it was, with two exceptions: with
             too little ``gpu_memory`` or free GPU memory (OutOfMemoryError), or if no plan can be made for the optimised
-            model, it stays optimised, and with ``gpu_memory`` whole on the CPU.
+            model, it stays optimised, and with ``gpu_memory`` whole on the CPU. What a
+            method's ``prepare`` did stays.
     """
     config = configured(config, fields)
     check_all_known(predictors or {})
@@ -449,6 +450,8 @@ def _optimize(
     sites: Sequence[FFNSite] | None,
 ) -> None:
     load_library()
+    for method in config._custom.values():
+        method.prepare(model)
     if data is None and stats is None:
         _optimize_without_data(model, config, progress, sites=sites)
         return
@@ -459,7 +462,7 @@ def _optimize(
         log.warning("fewer than %d tokens tell nothing of how often neurons fire: their order is kept", MIN_TOKENS)
         _optimize_without_data(model, config, progress, data, sites)
         return
-    if isinstance(config._custom, InputMethod):
+    if any(isinstance(method, InputMethod) for method in config._custom.values()):
         if not data:
             expected, fix = "calibration data", "Pass calibration=text."
             raise CalibrationError("optimize with an InputMethod", expected=expected, found="none", fix=fix)
@@ -467,7 +470,7 @@ def _optimize(
             fix = "Leave activations and quantization out."
             what, expected = "optimize with an InputMethod", "float activations, rtn"
             raise ConfigError(what, expected=expected, found=" and ".join(how), fix=fix)
-        sparsify_inputs(model, data, config._custom, config.weights, progress)
+        sparsify_inputs(model, data, config, progress)
         return
     found, strategies = replaceable(model, _search(model, data, sites=sites))
     parts = _decided(model, data, found, config, stats, predictors, progress)

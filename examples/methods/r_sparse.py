@@ -3,12 +3,10 @@
 A linear layer multiplies the channels with |x_k| > t by its weights, and the others by a low-rank approximation of
 them, y = W s(x) + B A (x - s(x)), where B A is the truncated singular value decomposition of W. That is
 (W - B A) s(x) + B A x: a layer with other weights whose inputs are sparse, and two small ones beside it that are not.
-``split`` makes the dense model so, without changing what it computes, and ``optimize`` then skips channels::
-
-    torch_pi2.optimize(split(model, rank=64), text, method=RSparse(0.5))
-
-Without ``split`` it is TEAL. Differs from the paper: the rank and the share are the same everywhere and given, where
-the paper searches for the best of both for each layer; a prompt uses all channels.
+``prepare`` makes the dense model so, without changing what it computes, and ``optimize`` then skips channels. Layers
+that the rank would not make smaller are not split, which leaves TEAL (arXiv 2408.14690) of them.
+Differs from the paper: the rank and the share are the same everywhere and given, where the paper searches for the best
+of both for each layer; a prompt uses all channels.
 """
 
 import torch
@@ -19,19 +17,28 @@ import torch_pi2
 
 @torch_pi2.register_method
 class RSparse(torch_pi2.InputMethod):
-    """``share``: of the weights of each linear layer that are read for a token, the low-rank ones aside."""
+    """``share``: of the weights of each linear layer that are read for a token, those of ``rank`` among them."""
 
     name = "r-sparse"
     recordable = True
 
-    def __init__(self, share: float = 0.5) -> None:
-        self.share = share
+    def __init__(self, share: float = 0.5, rank: int = 16) -> None:
+        self.share, self.rank = share, rank
+
+    def prepare(self, model: nn.Module) -> None:
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        for name, linear in list(model.named_modules()):
+            if isinstance(linear, nn.Linear) and linear is not head and 0 < 2 * self.rank < min(linear.weight.shape):
+                model.set_submodule(name, Split(linear, self.rank).train(linear.training))
 
     def fit(self, linear: torch_pi2.LinearSamples) -> None:
+        part, (outputs, inputs) = linear.key.rpartition(".")[2], linear.weight_NK.shape
+        if part in ("lowrank_a", "lowrank_b"):
+            return  # all of their inputs
+        own = self.rank * (1 / outputs + 1 / inputs) if part == "rest" else 0.0
         size = linear.x_TK.abs().flatten()
-        skipped = round((1 - self.share) * len(size))
-        lowrank = linear.key.rpartition(".")[2] in ("lowrank_a", "lowrank_b")
-        self.threshold = float(size.kthvalue(skipped).values) if skipped and not lowrank else 0.0
+        skipped = min(len(size), round((1 - self.share + own) * len(size)))
+        self.threshold = float(size.kthvalue(skipped).values) if skipped else 0.0
 
 
 class Split(nn.Module):
@@ -58,12 +65,3 @@ class Split(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.rest(x) + self.lowrank_b(self.lowrank_a(x))
-
-
-def split(model: nn.Module, rank: int) -> nn.Module:
-    """``model``, each linear layer of its blocks replaced, in place, by :class:`Split` where that has fewer weights."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    for name, linear in list(model.named_modules()):
-        if isinstance(linear, nn.Linear) and linear is not head and 2 * rank < min(linear.weight.shape):
-            model.set_submodule(name, Split(linear, rank).train(linear.training))
-    return model

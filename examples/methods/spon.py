@@ -4,20 +4,13 @@ A layer that skips small products h adds a fixed vector a to what is left of the
 down, and costs nothing. Here products are skipped as in CATS (arXiv 2404.08763), by a cutoff of |act(gate)|.
 Differs from the paper: it learns the vectors of all layers by distillation from the dense model, and this takes the
 mean of the products that are skipped, which is the best vector for the mean square of the layer's own output; the paper
-skips inputs of all linear layers (TEAL). The biases are made part of the model before ``optimize``::
-
-    methods = torch_pi2.fit(model, text, stats=torch_pi2.profile(model, text), method=Spon(0.6))
-    fold(model, methods)
-    torch_pi2.optimize(model, text, method="spon", predictors=methods)
+skips inputs of all linear layers (TEAL).
 """
 
 import torch
-from torch import nn
 
 import torch_pi2
 from torch_pi2.errors import ConfigError
-from torch_pi2.predict.file import FittedPredictors
-from torch_pi2.types.plan import weights_hash
 
 
 @torch_pi2.register_method
@@ -41,25 +34,3 @@ class Spon(torch_pi2.SparseMethod):
         self.cut_I = cut.expand(layer.site.intermediate).clone()
         vector_I = (layer.h_TI() * (gate_TI <= cut)).mean(0)
         self.bias_H = layer.weights.down @ vector_I
-
-    def read_bytes(self) -> int:
-        return self.cut_I.nbytes + self.bias_H.nbytes
-
-
-def fold(model: nn.Module, methods: FittedPredictors) -> None:
-    """Add ``bias_H`` of each method to the bias of its layer's ``down`` in the dense ``model``, in place; a layer
-    without one gets one. ``methods`` then belong to these weights. Raises ConfigError: ``down`` is no ``nn.Linear`` of
-    its own (experts, GPT-2).
-    """
-    for site in torch_pi2.find_sites(model):
-        if site.key not in methods:
-            continue
-        linear = model.get_submodule(site.down.weight.rpartition(".")[0])
-        if not isinstance(linear, nn.Linear) or site.down.rows is not None:
-            fix = "Fold into models whose FFNs are made of nn.Linear."
-            raise ConfigError(f"down of {site.key}", expected="an nn.Linear", found=type(linear).__name__, fix=fix)
-        bias_H = methods[site.key].bias_H.to(linear.weight.dtype)
-        linear.bias = nn.Parameter(
-            bias_H if linear.bias is None else linear.bias.detach() + bias_H, requires_grad=False
-        )
-    methods.model_hash = weights_hash(model, torch_pi2.find_sites(model))

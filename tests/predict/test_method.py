@@ -285,6 +285,103 @@ def test_over_a_store_the_choice_decides_what_is_read(mixture: bool, weights: st
 
 
 @torch_pi2.register_method
+class Biased(Largest):
+    """What it skips is replaced by a vector that can be seen."""
+
+    name = "biased"
+
+    def fit(self, layer: torch_pi2.LayerSamples) -> None:
+        super().fit(layer)
+        self.bias_H = 0.1 * torch.arange(layer.site.hidden)
+
+
+@torch_pi2.register_method
+class BiasedCuts(Cuts):
+    name = "biased-cuts"
+
+    def fit(self, layer: torch_pi2.LayerSamples) -> None:
+        super().fit(layer)
+        self.bias_H = 0.1 * torch.arange(layer.site.hidden)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("weights", ["float", "int4"])
+@pytest.mark.parametrize("kind", [Biased, BiasedCuts])
+def test_what_is_skipped_may_become_a_bias(name: str, kind: Any, weights: str, tmp_path: Path) -> None:
+    model = optimised(name, kind(), weights=weights)
+    found = logits(model)
+    methods = model.torch_pi2.predictors
+    if weights == "float":  # what trying gives, and a bias of down by hand
+        dense = tiny(name)
+        with torch_pi2.trying(dense, methods):
+            torch.testing.assert_close(dense(IDS[:2]).logits, found, atol=1e-4, rtol=1e-4)
+        unbiased = copy.deepcopy(methods)
+        for site in torch_pi2.find_sites(dense):
+            down = dense.get_submodule(site.down.weight.rpartition(".")[0])
+            down.register_forward_hook(lambda _, args, y, bias_H=methods[site.key].bias_H: y + bias_H)
+            unbiased[site.key].bias_H = None
+        with torch_pi2.trying(dense, unbiased):
+            torch.testing.assert_close(dense(IDS[:2]).logits, found, atol=1e-4, rtol=1e-4)
+    prompt = model(IDS[:2]).logits
+    if kind is Biased:  # a prompt skips nothing
+        plain = model if weights == "int4" else tiny(name)
+        for layer in sparse_layers(model):
+            layer.bias_skipped = None
+        torch.testing.assert_close(prompt, plain(IDS[:2]).logits, atol=1e-4, rtol=1e-4)
+        assert (logits(model) - found).abs().max() > 1e-2
+        model = optimised(name, kind(), weights=weights)
+    torch_pi2.save(model, tmp_path / "saved")
+    assert torch.equal(logits(torch_pi2.load(tmp_path / "saved")), found)
+    torch_pi2.pack(tmp_path / "saved", tmp_path / "store")
+    assert torch.equal(logits(torch_pi2.load(tmp_path / "store", budget="1GiB")), found)
+    with pytest.raises(ConfigError, match=r"expected (no bias_H|methods that kernels know)"):
+        torch_pi2.export(model, tmp_path / "bundle", max_tokens=32)
+
+
+@torch.no_grad()
+def test_a_bias_of_shards_is_added_once(tmp_path: Path) -> None:
+    model = optimised("llama", BiasedCuts())
+    torch_pi2.save(model, tmp_path / "saved")
+    torch_pi2.pack(tmp_path / "saved", tmp_path / "shards", ranks=1)
+    torch.testing.assert_close(logits(torch_pi2.load(tmp_path / "shards")), logits(model), atol=1e-4, rtol=1e-4)
+
+
+def test_a_bias_that_cannot_be_added_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="a method without it: experts have no such bias"):
+        torch_pi2.optimize(tiny_mixture(), IDS, method=Biased(), **HOW)
+    with pytest.raises(ConfigError, match="scope of PromptBias with bias_H: expected token"):
+        optimised("llama", type("PromptBias", (Biased, ByPrompt), {"scope": "prompt"})())
+
+    class Short(Biased):
+        def fit(self, layer: torch_pi2.LayerSamples) -> None:
+            super().fit(layer)
+            self.bias_H = torch.ones(3)
+
+    with pytest.raises(ShapeError, match=r"Short\.bias_H: expected finite numbers \(\d+,\), found \(3,\)"):
+        optimised("llama", Short())
+
+
+@torch_pi2.register_method
+class Scaled(Largest):
+    """Changes the model first, without changing what it computes."""
+
+    name = "scaled"
+
+    def prepare(self, model: Any) -> None:
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.mlp.up_proj.weight *= 4
+                layer.mlp.down_proj.weight /= 4
+
+
+def test_a_method_may_change_the_dense_model_first() -> None:
+    model = optimised("llama", {"*.0.mlp": Scaled(), "*": Largest()})
+    assert torch.equal(logits(model), logits(optimised("llama", Largest())))  # powers of two
+    up = model.model.layers[1].mlp.down_proj.sparse_ffn.dense_values()["model.layers.1.mlp.up_proj.weight"]
+    assert torch.equal(up, 4 * tiny("llama").model.layers[1].mlp.up_proj.weight)
+
+
+@torch_pi2.register_method
 class ByPrompt(torch_pi2.SparseMethod):
     """As GRIFFIN (arXiv 2404.01365): the norms of each token's products, of length one."""
 
@@ -357,7 +454,7 @@ def test_the_first_half_is_the_prompt_without_a_decoder() -> None:
 
 
 def test_what_a_choice_by_prompt_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="scope 'token': the tokens of a sequence go to different experts"):
+    with pytest.raises(ConfigError, match="scope 'token': a sequence's tokens go to different experts"):
         torch_pi2.optimize(tiny_mixture(), IDS, method=ByPrompt(), **HOW)
     with pytest.raises(ConfigError, match=r"trying, method of .*: expected scope 'token'"):
         torch_pi2.trying(tiny("llama"), ByPrompt())

@@ -30,7 +30,7 @@ from torch_pi2.rewrite.state import SparseState
 from torch_pi2.store.folder import PI2_FOLDER
 from torch_pi2.store.storefile import STORE_FILE, StoreReader
 from torch_pi2.store.weights import QuantizedWeights
-from torch_pi2.types.method import Method
+from torch_pi2.types.method import PREDICTED, Method
 from torch_pi2.types.offload import Budget, OffloadConfig
 from torch_pi2.types.plan import LayerPlan, Plan
 from torch_pi2.types.shard import GroupConfig, Shard
@@ -204,6 +204,9 @@ def own_predictors(shard: Shard, plan: Plan, predictors: Mapping[str, Any]) -> d
         if tensors is None or not shard.layers[layer.site.key].chunks:
             continue
         here = layer.order.long()[shard.layers[layer.site.key].positions()]
+        if layer.method not in PREDICTED:  # a SparseMethod, of which only ``bias_H`` is used
+            found[layer.site.key] = tensors
+            continue
         own = {name: tensor[here] if name in PER_NEURON else tensor for name, tensor in tensors.items()}
         found[layer.site.key] = {**own, "threshold": threshold}
     return found

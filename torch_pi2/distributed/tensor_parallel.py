@@ -47,13 +47,13 @@ class ShardedFFN(OffloadedFFN):
         return self.share.group.run(self._summed, x, asked, n_hot, threshold)
 
     def _summed(self, x: torch.Tensor, asked: tuple[Any, ...], n_hot: int, threshold: float) -> torch.Tensor:
-        share = self.share
+        share, bias = self.share, self.bias_out(threshold > 0)
         if x.numel() // self.site.hidden < share.by_chunk_below:
             own_CTH = self._call(x, asked, n_hot, threshold, None, share.own)
             if share.own < share.most:
                 own_CTH = torch.cat([own_CTH, own_CTH.new_zeros(share.most - share.own, *own_CTH.shape[1:])])
-            return torch.ops.pi2.add_parts(share.group.gather(own_CTH), share.order, self.bias_down, x)
-        bias = self.bias_down if share.group.rank == 0 else None
+            return torch.ops.pi2.add_parts(share.group.gather(own_CTH), share.order, bias, x)
+        bias = bias if share.group.rank == 0 else None
         return share.add_ranks(self._call(x.float(), asked, n_hot, threshold, bias, 0), x)
 
 

@@ -13,7 +13,7 @@ from torch_pi2.base.fields import argument, checked
 from torch_pi2.base.files import atomic_write, replacing_folder
 from torch_pi2.base.progress import log
 from torch_pi2.decode.generate import ignored_settings
-from torch_pi2.errors import UnsupportedModelError
+from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.export.delegated import delegated_copy, exported_layers, linears_of, prepare_rest, registered
 from torch_pi2.export.describe import manifest_of, runner_constants
 from torch_pi2.export.hot import CHUNK
@@ -97,6 +97,9 @@ def export(
     check_bundle_folder(folder)
     parts, layers = get_state(model), exported_layers(model)
     refuse_custom(parts.plan, "export")
+    if biased := [key for key, method in parts.predictors.items() if getattr(method, "bias_H", None) is not None]:
+        fix = "Use a method without it there."
+        raise ConfigError(f"export, method of {biased[0]}", expected="no bias_H", found="one", fix=fix)
     has_example = args is not None or kwargs is not None
     decoder = not has_example and hasattr(model, "config") and hasattr(model, "generate")
     _check_model(model, layers, settings, decoder, has_example, dynamic_shapes)

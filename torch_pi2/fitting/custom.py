@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_pi2.base.fields import argument
 from torch_pi2.base.memory import let_go
 from torch_pi2.errors import CalibrationError, ConfigError, ShapeError
 from torch_pi2.predict.method import SparseMethod
@@ -32,6 +33,13 @@ def fit_method(method: SparseMethod, model: nn.Module, site: FFNSite, samples: S
             raise ConfigError(f"method {type(own).__name__}", expected="attributes beside it", found=found, fix=fix)
         own.card = _card(own, LayerSamples(site, floats, others.x_NH.float(), others.fired()))
     let_go(model, weights)
+    bias_H: Any = own.bias_H
+    if bias_H is not None:
+        what, fix = f"{type(own).__name__}.bias_H", "Set float32 [H] in fit, or select with scope 'token'."
+        argument(own.scope, f"scope of {type(own).__name__} with bias_H", fix).text(("token",))
+        if not isinstance(bias_H, torch.Tensor) or bias_H.shape != (site.hidden,) or not bias_H.isfinite().all():
+            found = str(tuple(bias_H.shape)) if isinstance(bias_H, torch.Tensor) else type(bias_H).__name__
+            raise ShapeError(what, expected=f"finite numbers ({site.hidden},)", found=found, fix=fix)
     own.settings()
     return own
 

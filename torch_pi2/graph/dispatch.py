@@ -135,7 +135,7 @@ class PredictedMaskMode(TorchDispatchMode):
             dense.
         predictors: site key -> predictor; None: the layer only has a threshold. cold: site key -> indices of its cold
             neurons; None: all are cold. thresholds: site key -> cut on ``|act(gate)|`` of cold neurons, one or ``[I]``;
-            None: 0 everywhere.
+            None: 0 everywhere. methods: site key -> what may have a ``bias_H``, which is added to the output.
     """
 
     def __init__(
@@ -145,8 +145,10 @@ class PredictedMaskMode(TorchDispatchMode):
         predictors: Mapping[str, Predictor | None],
         cold: Mapping[str, torch.Tensor] | None = None,
         thresholds: Mapping[str, float | torch.Tensor] | None = None,
+        methods: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        self._biases = {k: getattr(method, "bias_H", None) for k, method in (methods or {}).items()}
         modules = {s.experts for s in sites if s.experts is not None and s.key in predictors}
         self._model, self._experts = model, [s for s in sites if s.experts in modules]
         self._inside: list[AbstractContextManager[None]] = []
@@ -194,7 +196,9 @@ class PredictedMaskMode(TorchDispatchMode):
                 keep_TI = self._keep.pop(key)
                 self._count(member.site, self._wanted.pop(key), keep_TI)
                 h = torch.where(keep_TI.view(hit.x.shape), hit.x, 0)
-                return func(*[h if a is hit.x else a for a in args], **kwargs)
+                made = func(*[h if a is hit.x else a for a in args], **kwargs)
+                bias_H = self._biases.get(key)
+                return made if bias_H is None else made + bias_H.to(made)
         out = func(*args, **kwargs)
         for member in hit.members:
             site, role = member.site, member.role
@@ -268,7 +272,8 @@ def trying(model: nn.Module, methods: Any) -> PredictedMaskMode:
         fix = "Use torch_pi2.optimize(model, text, method=...)."
         raise ConfigError(f"trying, method of {prompts[0]}", expected="scope 'token'", found="scope 'prompt'", fix=fix)
     cut_I = {key: method.cut_I for key, method in chosen.items() if getattr(method, "cut_I", None) is not None}
-    return PredictedMaskMode(model, sites, {k: None if k in cut_I else m for k, m in chosen.items()}, None, cut_I)
+    predictors = {key: None if key in cut_I else method for key, method in chosen.items()}
+    return PredictedMaskMode(model, sites, predictors, None, cut_I, chosen)
 
 
 class NeuronClusterMode(PredictedMaskMode):
@@ -318,7 +323,7 @@ class NeuronClusterMode(PredictedMaskMode):
         chosen = {y.site.key: predictors[y.site.key] if y.method in PREDICTED else None for y in layers}
         cold = {y.site.key: y.order[y.n_hot :].long() for y in layers}
         cuts_of = {y.site.key: y.threshold if y.thresholds is None else y.thresholds for y in layers}
-        super().__init__(model, self._sites, chosen, cold, cuts_of)
+        super().__init__(model, self._sites, chosen, cold, cuts_of, predictors)
         #: per site: ``tokens`` seen, multiply-adds ``computed`` and those of a ``dense`` layer.
         self.counters = {site.key: dict.fromkeys(("tokens", "computed", "dense"), 0) for site in self._sites}
 

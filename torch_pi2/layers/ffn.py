@@ -93,6 +93,8 @@ class SparseFFN(DenseForm):
     thresholds: torch.Tensor | None
     #: The ``SparseMethod`` that is asked for a mask, or None.
     custom: Any = None
+    #: ``bias_H`` of a ``SparseMethod``, or None.
+    bias_skipped: torch.Tensor | None
 
     def __init__(
         self,
@@ -168,6 +170,9 @@ class SparseFFN(DenseForm):
         for name, bias in zip(("bias_gate", "bias_up", "bias_down"), biases, strict=True):
             quantised = bias is not None and self.weights != "float"
             self.register_buffer(name, bias.float() if quantised and bias is not None else bias, persistent=False)
+        if self.bias_skipped is not None:  # in the dtype that the kernels add
+            dtype = neuron_rows.dtype if self.weights == FLOAT else torch.float32
+            self.bias_skipped = self.bias_skipped.detach().to(dtype)
 
     def _set_up(
         self, site: FFNSite, layer_plan: LayerPlan, lowrank: Mapping | None, threshold: float, kind: str, int8: bool
@@ -188,6 +193,7 @@ class SparseFFN(DenseForm):
         self.register_buffer("inverse", torch.argsort(order), persistent=False)
         own = layer_plan.thresholds if self.threshold > 0 else None
         self.register_buffer("thresholds", None if own is None else own.float()[order], persistent=False)
+        self.register_buffer("bias_skipped", getattr(lowrank, "bias_H", None), persistent=False)
         predictor, cold = PREDICTORS.get(self.method), Cold(NO_PREDICTOR, {})
         if predictor is not None and self.n_hot < site.intermediate:
             cold = predictor.of_cold(site, order[self.n_hot :], lowrank, self.int8_activations)
@@ -329,11 +335,17 @@ class SparseFFN(DenseForm):
         return self._compute(x, self.site.intermediate, 0.0)
 
     def _compute(self, x: torch.Tensor, n_hot: int, threshold: float) -> torch.Tensor:
-        return torch.ops.pi2.sparse_ffn(x, *self.tensors(), None, *self.settings(n_hot, threshold))
+        return torch.ops.pi2.sparse_ffn(x, *self.tensors(threshold > 0), None, *self.settings(n_hot, threshold))
 
-    def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """Arguments of ``torch.ops.pi2.sparse_ffn`` after its input: neurons and biases."""
-        return self.neuron_rows, self.bias_gate, self.bias_up, self.bias_down
+    def tensors(self, skips: bool = True) -> tuple[torch.Tensor | None, ...]:
+        """Arguments of ``torch.ops.pi2.sparse_ffn`` after its input: neurons and biases (:meth:`bias_out`)."""
+        return self.neuron_rows, self.bias_gate, self.bias_up, self.bias_out(skips)
+
+    def bias_out(self, skips: bool) -> torch.Tensor | None:
+        """Down's bias, for tokens that skip neurons with what their method adds for these."""
+        if not skips or self.bias_skipped is None:
+            return self.bias_down
+        return self.bias_skipped if self.bias_down is None else self.bias_down + self.bias_skipped
 
     def settings(self, n_hot: int, threshold: float) -> tuple[Any, ...]:
         """Arguments of ``torch.ops.pi2.sparse_ffn`` after the mask of cold neurons."""
@@ -388,7 +400,8 @@ class SparseFFN(DenseForm):
         part.site = replace(self.site, intermediate=last - first)
         part.n_hot = max(0, min(self.n_hot, last) - first)
         if last < self.site.intermediate:
-            buffers["bias_down"], part.predictor_in_blocks, part.predictor_kind = None, False, NO_PREDICTOR
+            buffers["bias_down"] = buffers["bias_skipped"] = None
+            part.predictor_in_blocks, part.predictor_kind = False, NO_PREDICTOR
             buffers |= {name: None for name in buffers if name.startswith("predictor_")}
         part.follow_whole(self)
         return part
@@ -411,7 +424,7 @@ class SparseFFN(DenseForm):
             return self
         names = [*(f"predictor_{name}" for name in ("a_scale", "b_scale", "bias")), "thresholds"]
         if self.weights != "float" or not self.in_memory:
-            names += ["bias_gate", "bias_up", "bias_down"]
+            names += ["bias_gate", "bias_up", "bias_down", "bias_skipped"]
             self._dtype = fn(torch.empty(0, dtype=self._dtype, device=self.neuron_rows.device)).dtype
         convert(self, fn, recurse, names)
         return self

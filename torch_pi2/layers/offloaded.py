@@ -448,7 +448,7 @@ class OffloadedFFN(InStore, SparseFFN):
         return self._stored(x, ([*rows], "gate", 0.0, "", False), n_hot, threshold)
 
     def _stored(self, x: torch.Tensor, asked: tuple[Any, ...], n_hot: int, threshold: float) -> torch.Tensor:
-        return self._call(x, asked, n_hot, threshold, self.bias_down, 0)
+        return self._call(x, asked, n_hot, threshold, self.bias_out(threshold > 0 or asked[1] == "mask"), 0)
 
     def _call(
         self,

@@ -96,7 +96,6 @@ class PromptLayer(Protocol):
     neuron_rows: torch.Tensor
     bias_gate: torch.Tensor | None
     bias_up: torch.Tensor | None
-    bias_down: torch.Tensor | None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -105,6 +104,8 @@ class PromptLayer(Protocol):
     @property
     def has_predictor(self) -> bool:
         """Whether cold neurons are predicted."""
+
+    def bias_out(self, skips: bool) -> torch.Tensor | None: ...
 
 
 def decoded_together(x: torch.Tensor, hidden: int) -> int:
@@ -253,6 +254,6 @@ def _prompt_ffn(layer: PromptLayer, x: torch.Tensor, products: list[torch.Tensor
         y_TH += h_TS.to(dtype) @ row_of_each(neuron_rows, up_row + 1, kind, site.hidden, dtype)
     if eps:
         y_TH *= torch.rsqrt(squares_T1 / site.intermediate + eps)
-    if layer.bias_down is not None:
-        y_TH += layer.bias_down
+    if (bias_H := layer.bias_out(layer.threshold > 0)) is not None:
+        y_TH += bias_H
     return y_TH.to(x.dtype).reshape(x.shape)

@@ -97,14 +97,17 @@ def _plan_custom(dense: LayerPlan, method: Any) -> LayerPlan:
     if method is None:
         return dense if dense.site.experts is None else replace(dense, method=Method.EXACT, n_hot=0)
     active, cut_I = method.card.predicted_active, getattr(method, "cut_I", None)
-    if method.scope == "prompt" and dense.site.experts is not None:
-        expected, fix = "scope 'token': the tokens of a sequence go to different experts", "Use another method there."
-        raise ConfigError(f"method of {dense.site.key}", expected=expected, found="scope 'prompt'", fix=fix)
+    if dense.site.experts is not None:
+        fix = "Use another method there."
+        for there, found, expected in (
+            (method.scope == "prompt", "scope 'prompt'", "scope 'token': a sequence's tokens go to different experts"),
+            (cut_I is not None, "cut_I", "a method with select: an expert has one threshold"),
+            (method.bias_H is not None, "bias_H", "a method without it: experts have no such bias"),
+        ):
+            if there:
+                raise ConfigError(f"method of {dense.site.key}", expected=expected, found=found, fix=fix)
     if cut_I is None:
         return replace(dense, method=Method.CUSTOM, n_hot=0, expected_active=active)
-    if dense.site.experts is not None:
-        expected, fix = "a method with select: an expert has one threshold", "Give the method select, without cut_I."
-        raise ConfigError(f"method of {dense.site.key}", expected=expected, found="cut_I", fix=fix)
     thresholds = cut_I.detach().float().cpu()
     least = max(float(thresholds.max()), torch.finfo(torch.float32).tiny)
     how: dict[str, Any] = {"threshold": least, "thresholds": thresholds}

@@ -1,7 +1,7 @@
 """``Config``: every setting of ``optimize``, each labelled lossless or lossy."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -82,19 +82,16 @@ class Config:
     batch_size: int = limited(1, default=8)
     seq_len: int = limited(2, default=128)
     seed: int = limited(0, 1 << 62, default=0)
-    #: The ``SparseMethod`` that was given as ``method``, which is "custom" then.
-    _custom: Any = None
+    #: Pattern of layers -> the method in Python that was given as ``method``, which is "custom" then.
+    _custom: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         method = self.method
-        if isinstance(method, Mapping):
-            custom: Any = {pattern: _custom_of(value) for pattern, value in method.items()}
-        else:
-            custom = None if method in ALL else _custom_of(method)
-        if custom is not None:
-            object.__setattr__(self, "_custom", custom)
+        if method not in ALL:
+            given = method if isinstance(method, Mapping) else {"*": method}
+            object.__setattr__(self, "_custom", {pattern: _custom_of(value) for pattern, value in given.items()})
             object.__setattr__(self, "method", Method.CUSTOM.value)
-        elif method == Method.CUSTOM and self._custom is None:
+        elif method == Method.CUSTOM and not self._custom:
             find_method(method)
         check_fields(self)
         if self.weights == FLOAT:
@@ -113,24 +110,19 @@ def _custom_of(value: Any) -> Any:
 
 def method_for(config: Config, key: str) -> Any:
     """The method of layer ``key``, of the first pattern that matches it, or None."""
-    custom = config._custom
-    if not isinstance(custom, Mapping):
-        return custom
-    return next((method for pattern, method in custom.items() if fnmatchcase(key, pattern)), None)
+    return next((method for pattern, method in config._custom.items() if fnmatchcase(key, pattern)), None)
 
 
 def check_patterns(config: Config, keys: Sequence[str]) -> None:
     """Raises ConfigError: a pattern of ``config.method`` matches none of the layers ``keys``."""
-    for pattern in config._custom if isinstance(config._custom, Mapping) else ():
+    for pattern in config._custom if keys else ():
         if not any(fnmatchcase(key, pattern) for key in keys):
             argument(pattern, "Config.method", "See torch_pi2.find_sites.").wrong(f"a layer's name, such as {keys[0]}")
 
 
 def described(config: Config) -> dict[str, Any]:
     """For files: the fields, and the name and settings of methods in Python, by pattern."""
-    made = config._custom
-    several = made if isinstance(made, Mapping) else {"*": made} if made is not None else {}
-    own = {p: {"name": m.name or type(m).__name__, "settings": m.settings()} for p, m in several.items()}
+    own = {p: {"name": m.name or type(m).__name__, "settings": m.settings()} for p, m in config._custom.items()}
     return to_json(config) | ({"custom": own} if own else {})
 
 

@@ -88,6 +88,9 @@ class Fitted:
     name: ClassVar[str] = ""
     recordable: ClassVar[bool] = False
 
+    def prepare(self, model: Any) -> None:
+        """Change the dense ``model`` in place. :func:`torch_pi2.optimize` calls it once, before everything else."""
+
     def copy(self) -> Self:
         """A copy of its own, before it is fitted."""
         return copy.deepcopy(self)
