@@ -46,12 +46,11 @@ from torch_pi2.planner.for_machine import plan_for, plannable_gpu_bytes
 from torch_pi2.planner.hot_neurons import greedy_plan, hot_cut, plan_without_data
 from torch_pi2.predict import AnyPredictor, check_all_known
 from torch_pi2.predict.file import FittedPredictors
-from torch_pi2.predict.method import InputMethod
 from torch_pi2.profiling.data import MIN_SEQUENCES, MIN_TOKENS, Batch, batches, calibration_batches, first_ids, rows_of
 from torch_pi2.profiling.run import profile as profile_sites
 from torch_pi2.profiling.samples import samples_bytes
 from torch_pi2.rewrite.gpu import checked_memory, hot_on_gpu, on_the_cpu, room_on_gpu
-from torch_pi2.rewrite.inputs import sparsify_inputs
+from torch_pi2.rewrite.inputs import fit_inputs, of_inputs, sparsify_inputs
 from torch_pi2.rewrite.rewrite import apply, replaceable
 from torch_pi2.rewrite.rewrite import restore as restore_modules
 from torch_pi2.rewrite.skeleton import on_meta
@@ -59,7 +58,7 @@ from torch_pi2.rewrite.state import ModelState, SparseState, get_state
 from torch_pi2.store.folder import check_replaceable, check_separate
 from torch_pi2.store.gguf import gguf_in
 from torch_pi2.types.config import Config, check_patterns, configured, method_for
-from torch_pi2.types.method import LOSSY, PREDICTED, Method
+from torch_pi2.types.method import LOSSY, PREDICTED, Fitted, Method
 from torch_pi2.types.plan import Plan, lossy_methods, weights_hash
 from torch_pi2.types.site import FFNSite
 from torch_pi2.types.stats import ActivationStats, LayerStats
@@ -194,7 +193,7 @@ def fit(
     model: nn.Module,
     data: Any,
     *,
-    stats: ActivationStats,
+    stats: ActivationStats | None = None,
     tokenizer: Any = None,
     config: Config | None = None,
     work: str | Path | None = None,
@@ -204,12 +203,14 @@ def fit(
     """Fit low-rank predictors for the cold neurons, just large enough to keep the model's loss within the tolerance.
 
     With ``config.method`` "signbit": sign-bit predictors, each with the recall of ``config.target_recall``. With
-    "auto", experts get none: the router already skips most of their neurons, and each would need training.
+    "auto", experts get none: the router already skips most of their neurons, and each would need training. With a
+    ``SparseMethod`` or an ``InputMethod``: its copies, fitted to their layers (those of linear layers by module name).
 
     ``data`` must give next-token logits (a causal language model); for other models use
     :func:`torch_pi2.fitting.fit.fit` with a ``loss_fn``. Other arguments are those of :func:`profile`.
 
     Args:
+        stats: of this model (:func:`profile`); an ``InputMethod`` needs none.
         work: a folder for samples and fitted predictors. Memory then does not grow with the number of layers (nor with
             the weights of a model from :func:`torch_pi2.load_mapped`), and the same call resumes after a kill. Remove
             it when the result is saved. None: all in memory.
@@ -221,6 +222,11 @@ def fit(
     config = configured(config, fields)
     with on_the_cpu(model):
         kept = calibration_batches(model, data, tokenizer, config)
+        if of_inputs(config):
+            return fit_inputs(model, kept, config, progress)
+        if stats is None:
+            fix = "Pass stats=torch_pi2.profile(model, text)."
+            raise CalibrationError("fit", expected="statistics of the model", found="none", fix=fix)
         _warn_of_other_windows(stats, kept)
         sites = _search(model, kept, stats).sites
         return _fit(model, kept, sites, stats, config, progress, None if work is None else Path(work))
@@ -332,16 +338,16 @@ def optimize_quantized(
 
     Raises:
         Pi2Error: as :func:`optimize` and the imports do. ConfigError: ``weights`` or ``quantization``, an
-            ``InputMethod``.
+            ``InputMethod``, or a method that changes the model first (``prepare``).
     """
     config = configured(config, fields)
     given = {name: getattr(config, name) for name in ("weights", "quantization", "activations")}
     if changed := [f"{name}={y}" for name, y in given.items() if y != getattr(Config(), name)]:
         what, fix = f"optimize_quantized({', '.join(changed)})", "Leave it out."
         raise ConfigError(what, expected="the weights of the file", found="others", fix=fix)
-    if isinstance(config._custom, InputMethod):
-        expected, fix = "a SparseMethod", "Optimise torch_pi2.load_dense(folder of an import) in memory."
-        raise ConfigError("optimize_quantized(method=...)", expected=expected, found="an InputMethod", fix=fix)
+    if of_inputs(config) or any(type(y).prepare is not Fitted.prepare for y in config._custom.values()):
+        expected, fix = "a SparseMethod without prepare", "Optimise torch_pi2.load_dense(folder of an import) in memory."
+        raise ConfigError("optimize_quantized(method=...)", expected=expected, found="another", fix=fix)
     load_library()
     file, folder = gguf_in(source), Path(folder)
     check_separate("optimize_quantized", Path(source), folder)
@@ -462,15 +468,16 @@ def _optimize(
         log.warning("fewer than %d tokens tell nothing of how often neurons fire: their order is kept", MIN_TOKENS)
         _optimize_without_data(model, config, progress, data, sites)
         return
-    if any(isinstance(method, InputMethod) for method in config._custom.values()):
+    if of_inputs(config, predictors):
+        what = "optimize with an InputMethod"
         if not data:
-            expected, fix = "calibration data", "Pass calibration=text."
-            raise CalibrationError("optimize with an InputMethod", expected=expected, found="none", fix=fix)
-        if (how := (config.activations, config.quantization)) != (FLOAT, "rtn"):
-            fix = "Leave activations and quantization out."
-            what, expected = "optimize with an InputMethod", "float activations, rtn"
-            raise ConfigError(what, expected=expected, found=" and ".join(how), fix=fix)
-        sparsify_inputs(model, data, config, progress)
+            raise CalibrationError(what, expected="calibration data", found="none", fix="Pass calibration=text.")
+        if config.quantization != "rtn":
+            raise ConfigError(what, expected="rtn", found=config.quantization, fix="Leave quantization out.")
+        methods = fit_inputs(model, data, config, progress) if predictors is None else predictors
+        sparsify_inputs(model, dict(methods), config, data[0], progress)
+        hf_generate.attach(model)
+        _say_lossy(get_state(model), config)
         return
     found, strategies = replaceable(model, _search(model, data, sites=sites))
     parts = _decided(model, data, found, config, stats, predictors, progress)

@@ -61,7 +61,7 @@ MESSAGES: list[tuple[Any, str]] = [
     (lambda: torch_pi2.NeuronClusterMode(5), r"NeuronClusterMode\(plan\): expected a Plan, found 5"),
     (
         lambda: torch_pi2.optimize(tiny("llama-relu"), IDS, predictors={"a": 5}),
-        r"optimize\(predictors\)\['a'\]: expected a LowRank or a SignBit or a SparseMethod, found 5",
+        r"optimize\(predictors\)\['a'\]: expected a LowRank or a SignBit or a SparseMethod or a InputMethod, found 5",
     ),
     (lambda: torch_pi2.profile(tiny("llama-relu"), "a text", tokenizer=5), "tokenizer: expected a tokenizer: called"),
     (lambda: parse_bytes("\u0663GB"), r"budget: expected bytes"),

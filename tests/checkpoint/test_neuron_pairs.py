@@ -267,7 +267,7 @@ FIRST = "model.layers.0.mlp"
         ("auto", {"embeddings": {"model.norm": 256}}, 0, "model, model.norm of 256 numbers a token"),
         ("auto", {"embeddings": {"model.embed_tokens": 512}}, 0, "model.embed_tokens of 512 numbers a token"),
         ("auto", {"embeddings": []}, 0, "embeddings"),
-        ("auto", {"pi2_version": 5}, 0, "version 1 or 2 or 3 or 4"),
+        ("auto", {"pi2_version": 6}, 0, "version 1 or 2 or 3 or 4 or 5"),
         ("auto", {"pi2_version": 4, "blocks": {}}, 0, "blocks: expected a list"),
         ("auto", {"pi2_version": 4, "blocks": ["model.norm"]}, 0, "blocks, 0: expected .* found 'model.norm'"),
         ("auto", {"pi2_version": 3, "blocks": ["lm_head"]}, 0, "blocks: expected none, in version 3, found 1"),

@@ -119,6 +119,10 @@ def pack(
             check_predictors(plan, parts.each_predictor(plan.model_hash), source)
             parts.check_stats(plan.model_hash)
             shard_store.refuse_shards(source, parts.shard)
+            if reader.channels:
+                fix = "Load it in memory (torch_pi2.load without a budget)."
+                found, expected = "linear layers by input channel (an InputMethod)", "neurons"
+                raise ConfigError(f"pack({source})", expected=expected, found=found, fix=fix)
             reader.check_plan(plan)
             if whole == source:
                 known = reader.neuron_formats

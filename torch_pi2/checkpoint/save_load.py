@@ -18,7 +18,7 @@ from torch import nn
 from torch_pi2.base.dtypes import stands_for_another
 from torch_pi2.base.fields import checked, shown
 from torch_pi2.base.files import replacing_folder
-from torch_pi2.base.modules import fresh_settings
+from torch_pi2.base.modules import fresh_settings, is_input_sparse
 from torch_pi2.base.offloaded import OffloadedParameter
 from torch_pi2.base.package import quiet_imports
 from torch_pi2.base.tensorfile import adding_checks, verifying
@@ -85,7 +85,7 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
             what, expected = f"saving a {type(model).__name__}", "floats, and what torch_pi2 has quantised"
             fix = "Optimise the float model; torch_pi2.optimize(weights='int8') quantises its linear layers."
             raise UnsupportedModelError(what, expected=expected, found=f"{name}, {reason.partition(':')[0]}", fix=fix)
-    quantised = weights_of(model) != "float"
+    quantised = weights_of(model) != "float" or is_input_sparse(model)
     with replacing_folder(folder) as staging:
         if quantised:
             save_weights(model, parts.plan, staging / folders.PI2_FOLDER)

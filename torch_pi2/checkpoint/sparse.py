@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.base.dtypes import DTYPES, check_computed, format_name
-from torch_pi2.base.fields import argument
+from torch_pi2.base.dtypes import DTYPES, check_computed, dtype_name, format_name
+from torch_pi2.base.fields import Field, argument
 from torch_pi2.base.memory import trim
 from torch_pi2.base.offloaded import OffloadedParameter
 from torch_pi2.base.progress import bar
@@ -20,10 +20,12 @@ from torch_pi2.errors import ArtifactError, ConfigError, UnsupportedModelError
 from torch_pi2.formats import ACTIVATIONS, FLOAT, QUANTIZED, formats_of, main_format
 from torch_pi2.layers.experts import SparseExperts, expert_groups
 from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.layers.inputs import InputSparseLinear
 from torch_pi2.layers.linear import QuantEmbedding, QuantLinear, can_stand_for
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.constants import wants_blocks
+from torch_pi2.predict.method import InputMethod
 from torch_pi2.rewrite.linears import untie
 from torch_pi2.rewrite.place import check_sizes, place, strategies_used
 from torch_pi2.rewrite.rewrite import predictor_tensors
@@ -109,7 +111,7 @@ class LoadSettings:
 def weights_of(model: nn.Module) -> str:
     """How the weights of an optimised model are stored: ``float``, ``int4``, ``int8``, or a format of GGUF."""
     neurons = (getattr(layer, "weights", "float") for layer in sparse_layers(model))
-    linears = (module.weights for module in model.modules() if isinstance(module, QuantLinear))
+    linears = (module.weights for module in model.modules() if isinstance(module, QuantLinear | InputSparseLinear))
     return next((kind for kind in (*neurons, *linears) if kind != "float"), "float")
 
 
@@ -129,10 +131,15 @@ def save_weights(model: nn.Module, plan: Plan, folder: Path) -> None:
         kind = main_format(down)
     linears = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear)}
     embeddings = {name: m for name, m in model.named_modules() if isinstance(m, QuantEmbedding)}
+    channels = {name: m for name, m in model.named_modules() if isinstance(m, InputSparseLinear)}
+    if channels and found == FLOAT:
+        kind = dtype_name(next(iter(channels.values())).rows.dtype)
     rows_of: dict[str, QuantLinear | SparseFFN] = {f"{name}.weight": linear for name, linear in linears.items()}
     tensors: dict[str, torch.Tensor] = {f"{name}.weight": linear.rows for name, linear in linears.items()}
     tensors |= {f"{name}.weight": embedding.rows for name, embedding in embeddings.items()}
-    tensors |= {f"{name}.bias": linear.bias for name, linear in linears.items() if linear.bias is not None}
+    tensors |= {f"{name}.channels": linear.rows for name, linear in channels.items()}
+    biases_of = {name: linear.bias for name, linear in (linears | channels).items()}
+    tensors |= {f"{name}.bias": bias for name, bias in biases_of.items() if bias is not None}
     taken = strategies_used(model)
     strategies = {layer.site.key: taken.get(layer.site.experts or layer.site.key, "lazy") for layer in layers}
     for layer in layers:
@@ -145,7 +152,9 @@ def save_weights(model: nn.Module, plan: Plan, folder: Path) -> None:
     formats = {name: m.weights for name, m in (linears | embeddings).items() if m.weights != kind}
     formats |= {layer.site.key: layer.weights for layer in layers if layer.weights not in (FLOAT, kind)}
     widths = {name: m.embedding_dim for name, m in embeddings.items()}
-    about = metadata(kind, plan.model_hash, columns, strategies, formats=formats, embeddings=widths)
+    outputs = {name: linear.out_features for name, linear in channels.items()}
+    more: Any = {"formats": formats, "embeddings": widths, "channels": outputs}
+    about = metadata(kind, plan.model_hash, columns, strategies, **more)
     specs = {name: Spec.of(tensor) for name, tensor in tensors.items()}
     with TensorWriter(folder / WEIGHTS_FILE, specs, about) as out:
         for name, tensor in tensors.items():
@@ -200,6 +209,8 @@ def load_sparse(
         if here is not None and here.by_layers:
             remove_other_blocks(model, here)
         check_sizes(model, Plan([y for y in plan.layers if here is None or here.has(y.site.key)], plan.model_hash))
+        if weights.channels:
+            _prepare(model, plan)
         weights.check_linears(model)
         hf: Any = model.config
         if getattr(hf, "rescale_every", 0):
@@ -241,17 +252,23 @@ def load_sparse(
                 rows = weights.mapped(of_rows, whole=True)
             else:
                 rows = weights.read(of_rows)
-            bias = None
-            if linear.bias is not None:
-                weights.spec(f"{name}.bias")  # raises if there is none
-                bias = weights.read_like(f"{name}.bias", linear.bias, torch.float32)
-            made = QuantLinear(rows, bias, columns, stored_as, int8_activations)
+            made = QuantLinear(rows, _bias(linear, name, weights), columns, stored_as, int8_activations)
             made.dtype, made.blocks = linear.weight.dtype, found_in_blocks
             if in_blocks:
                 made.use_blocks()
             elif made.blocks:
                 made.leave_blocks()
             model.set_submodule(name, made.eval())
+        for name, width in weights.channels.items():
+            ours |= {f"{name}.weight", f"{name}.bias"}
+            rows, method, linear = weights.read(f"{name}.channels"), predictors.get(name), model.get_submodule(name)
+            if not isinstance(method, InputMethod):
+                what, expected = f"predictors of {folder}", f"the InputMethod of {name}"
+                raise ArtifactError(what, expected=expected, found="none", fix="Make the folder again.")
+            rows = rows if weights.weights != FLOAT else rows.to(kind)
+            bias = _bias(linear, name, weights)
+            sparse = InputSparseLinear(rows, bias, width, method, weights.weights, name)
+            model.set_submodule(name, sparse.eval())
         trim()  # rows that were copied into blocks
 
         whole = {layer.site.key: layer for layer in plan.layers}
@@ -291,6 +308,20 @@ def load_sparse(
             untie(hf)
     trim()
     return model
+
+
+def _bias(linear: Any, name: str, weights: QuantizedWeights) -> torch.Tensor | None:
+    if linear.bias is None:
+        return None
+    weights.spec(f"{name}.bias")  # raises if there is none
+    return weights.read_like(f"{name}.bias", linear.bias, torch.float32)
+
+
+def _prepare(model: nn.Module, plan: Plan) -> None:
+    """Exchange the modules of ``model``, which has no weights yet, as the methods of its plan did (``prepare``)."""
+    custom = Field(plan.made_by, "plan.json, made_by", "Make the folder again.").at("config").at("custom", {})
+    for entry in custom.each().values():
+        InputMethod.read({}, Field({**entry.value, "tensors": []}, entry.path, entry.fix), 0.0, None).prepare(model)
 
 
 def _with_biases(ffn: SparseFFN, weights: QuantizedWeights) -> SparseFFN:

@@ -71,6 +71,7 @@ def describe(folder: Path, verify: bool = False, progress: bool = True) -> dict[
     damaged file. ConfigError: there is nothing to verify.
     """
     from torch_pi2.base.fields import to_json
+    from torch_pi2.predict.method import InputMethod
     from torch_pi2.store.parts import Parts
     from torch_pi2.store.storefile import STORE_FILE, open_weights, weights_path
     from torch_pi2.types.stats import LossCurve
@@ -106,6 +107,8 @@ def describe(folder: Path, verify: bool = False, progress: bool = True) -> dict[
         counts = {"method": method, "hot": layer.n_hot, "cold": layer.n_cold}
         shares = {"threshold": layer.threshold, "expected_active": layer.expected_active}
         chosen[layer.site.key] = form | counts | shares
+    own = {key: p for key, p in predictors.items() if isinstance(p, InputMethod)}
+    chosen |= {key: {"method": f"inputs ({method.name})"} for key, method in own.items()}
     for found in (fired, cards, chosen, slots):
         for key, facts in found.items():
             layers.setdefault(key, {"key": key}).update(facts)
@@ -113,6 +116,7 @@ def describe(folder: Path, verify: bool = False, progress: bool = True) -> dict[
     if weights_path(inner) is not None:
         with open_weights(inner) as weights:
             matrices = dict(Counter(weights.format_of(name) for name in (*weights.linears, *weights.embeddings)))
+            matrices |= {f"{weights.kind} by channel": len(weights.channels)} if weights.channels else {}
     report = predictors.report.to_json() if predictors.report else None
     files = {p.name: p.stat().st_size for p in sorted(inner.iterdir()) if p.is_file()}
     kinds = ["model"] if inner != folder else []

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from torch_pi2.base.fields import to_json
 from torch_pi2.base.progress import phase
 from torch_pi2.cli import common, folders, models, verdict
 from torch_pi2.cli.processes import check_alone, end_of_group
@@ -57,7 +58,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if not args.no_verdict:
         phase(verdict.MEASURING)
         dense, why = verdict.dense_of(args, dense_bytes)
-        given = {name: value for name, value in asdict(config).items() if value != getattr(Config(), name)}
+        given = {name: value for name, value in to_json(config).items() if value != getattr(Config(), name)}
+        given |= {"method": args.method} if args.method else {}
         made = [verdict.step("optimize", args.model, given)]
         lossy = ["int8 activations"] if config.activations == "int8" else []
         also: Any = {"tokenizer": tokenizer, "not_measured": why, "trust_remote_code": args.trust_remote_code}

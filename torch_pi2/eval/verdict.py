@@ -72,6 +72,7 @@ def judge(
     loss = None if dense is None or "loss" in why else _loss(sparse, dense, tokenizer, seconds / 2)
     if dense_bytes is None and dense is not None:
         dense_bytes = bytes_of(dense)
+    lossy = [*lossy, *("sparse inputs" for _ in parts.inputs[:1])]
     verdict = unmeasured(folder, parts.plan, parts.weights, made=made, lossy=lossy, dense_bytes=dense_bytes)
     return replace(verdict, speed=speed, loss=loss, not_measured=why)
 

@@ -97,6 +97,9 @@ def export(
     check_bundle_folder(folder)
     parts, layers = get_state(model), exported_layers(model)
     refuse_custom(parts.plan, "export")
+    if parts.inputs:
+        fix = "Use another method there."
+        raise ConfigError("export", expected="methods that kernels know", found="an InputMethod", fix=fix)
     if biased := [key for key, method in parts.predictors.items() if getattr(method, "bias_H", None) is not None]:
         fix = "Use a method without it there."
         raise ConfigError(f"export, method of {biased[0]}", expected="no bias_H", found="one", fix=fix)

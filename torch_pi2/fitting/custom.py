@@ -11,7 +11,7 @@ from torch_pi2.errors import CalibrationError, ConfigError, ShapeError
 from torch_pi2.predict.method import SparseMethod
 from torch_pi2.predict.samples import LayerSamples
 from torch_pi2.profiling.samples import Samples
-from torch_pi2.types.method import PredictorCard
+from torch_pi2.types.method import Fitted, PredictorCard
 from torch_pi2.types.site import FFNSite, FFNWeights
 
 
@@ -72,16 +72,24 @@ def _card(method: SparseMethod, held_back: LayerSamples) -> PredictorCard:
     else:
         kept_NI = torch.cat([method.selected(x, site.intermediate) for x in held_back.x_TH.split(1024)])
     fired_NI, mass_NI = held_back.fired_TI, h_NI.abs() * held_back.weights.down.norm(dim=0)
-    both, share = float((kept_NI & fired_NI).sum()), float(kept_NI.float().mean())
-    fired, kept, mass = float(fired_NI.sum()), float(kept_NI.sum()), float(mass_NI.sum(dtype=torch.float64))
     own_bytes = 0 if cut_I is not None else method.read_bytes()
+    dense_bytes = 2 * site.rows_per_neuron * site.hidden * site.intermediate  # of 16-bit weights
+    return card_of(method, kept_NI, fired_NI, mass_NI, own_bytes, dense_bytes)
+
+
+def card_of(
+    method: Fitted, kept: torch.Tensor, fired: torch.Tensor, mass: torch.Tensor, own_bytes: int, dense_bytes: int
+) -> PredictorCard:
+    """The card of the pairs of a token and a neuron or channel that ``method`` keeps, of those that fire."""
+    both, n_fired, n_kept = (float(mask.sum()) for mask in (kept & fired, fired, kept))
+    total = float(mass.sum(dtype=torch.float64))
     return PredictorCard(
-        recall=both / fired if fired else 1.0,
-        precision=both / kept if kept else 1.0,
-        predicted_active=share,
+        recall=both / n_fired if n_fired else 1.0,
+        precision=both / n_kept if n_kept else 1.0,
+        predicted_active=float(kept.float().mean()),
         bytes=sum(tensor.nbytes for tensor in method.tensors().values()),
-        cost_share=own_bytes / (2 * site.rows_per_neuron * site.hidden * site.intermediate),  # of 16-bit weights
-        mass_recall=float((mass_NI * kept_NI).sum(dtype=torch.float64)) / mass if mass else 1.0,
+        cost_share=own_bytes / dense_bytes,
+        mass_recall=float((mass * kept).sum(dtype=torch.float64)) / total if total else 1.0,
     )
 
 

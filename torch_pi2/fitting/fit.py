@@ -144,7 +144,8 @@ def fit(
         for layer in layers:
             key, weights = layer.site.key, layer.site.weights(model)
             held_out = samples["evaluate"][key]
-            result[key].card = measure(result[key], held_out, layer.site, neurons=layer.cold, weights=weights)
+            made: Any = result[key]
+            made.card = measure(made, held_out, layer.site, neurons=layer.cold, weights=weights)
             let_go(model, weights)
         tokens = {name: sum(b.n_tokens for b in part) for name, part in sets.items()}
         result.report = _report(search, settings, result, dense_loss, tokens)

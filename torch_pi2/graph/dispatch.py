@@ -13,8 +13,8 @@ Semantics are those of ``torch_pi2.ops.ffn.sparse_ffn``: a cold neuron counts fo
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -28,7 +28,7 @@ from torch_pi2.errors import ConfigError, GradientError
 from torch_pi2.graph.find import find_sites
 from torch_pi2.graph.routed import masked
 from torch_pi2.ops.activations import ACTIVATIONS, cuts, norm
-from torch_pi2.types.method import LOSSY, PREDICTED, Method, Predictor
+from torch_pi2.types.method import INPUTS, LOSSY, PREDICTED, Method, Predictor
 from torch_pi2.types.plan import Plan
 from torch_pi2.types.site import FFNSite
 
@@ -244,7 +244,7 @@ class PredictedMaskMode(TorchDispatchMode):
 
 
 @checked
-def trying(model: nn.Module, methods: Any) -> PredictedMaskMode:
+def trying(model: nn.Module, methods: Any) -> AbstractContextManager[Any]:
     """A context in which the dense ``model`` leaves out, before ``down``, the neurons that ``methods`` do not choose::
 
         methods = torch_pi2.fit(model, text, stats=stats, method=Mine(share=0.3))
@@ -256,11 +256,15 @@ def trying(model: nn.Module, methods: Any) -> PredictedMaskMode:
     Args:
         model: dense, in eager mode.
         methods: site key -> :class:`torch_pi2.SparseMethod` (or another predictor), or one method that needs no fit and
-            whose copies all layers get. Layers without one stay dense.
+            whose copies all layers get. Layers without one stay dense. Or name of a linear layer ->
+            :class:`torch_pi2.InputMethod`, as :func:`torch_pi2.fit` gives them.
 
     Raises:
         ConfigError: the model has sparse layers, or a key is no layer of it.
     """
+    several = methods if isinstance(methods, Mapping) else {"": methods}
+    if any(getattr(method, "kind", "") == INPUTS for method in several.values()):
+        return _masked_inputs(model, several)
     if has_sparse_layers(model):
         dense = argument(model, "trying", "Call torch_pi2.restore(model) first.")
         dense.wrong("a dense model", "one that torch_pi2 has rewritten")
@@ -274,6 +278,24 @@ def trying(model: nn.Module, methods: Any) -> PredictedMaskMode:
     cut_I = {key: method.cut_I for key, method in chosen.items() if getattr(method, "cut_I", None) is not None}
     predictors = {key: None if key in cut_I else method for key, method in chosen.items()}
     return PredictedMaskMode(model, sites, predictors, None, cut_I, chosen)
+
+
+@contextmanager
+def _masked_inputs(model: nn.Module, methods: Mapping[str, Any]) -> Iterator[None]:
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    if unknown := sorted(methods.keys() - linears.keys()):
+        expected, fix = "names of linear layers of the dense model", "Pass torch_pi2.fit(model, text, method=...)."
+        found = unknown[0] or "one method for all"
+        raise ConfigError("trying an InputMethod", expected=expected, found=found, fix=fix)
+
+    def mask(method: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return torch.where(method.kept(args[0]), args[0], 0), *args[1:]
+
+    with ExitStack() as hooks:
+        for name, method in methods.items():
+            hook = linears[name].register_forward_pre_hook(lambda _, args, method=method: mask(method, args))
+            hooks.enter_context(hook)
+        yield
 
 
 class NeuronClusterMode(PredictedMaskMode):

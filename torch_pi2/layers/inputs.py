@@ -25,21 +25,28 @@ class InputSparseLinear(nn.Module):
     rows: torch.Tensor
     bias: torch.Tensor | None
 
-    def __init__(self, linear: nn.Linear, method: InputMethod, weights: str, name: str) -> None:
+    def __init__(
+        self, rows: torch.Tensor, bias: torch.Tensor | None, outputs: int, method: InputMethod, weights: str, name: str
+    ) -> None:
         super().__init__()
         load()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.in_features, self.out_features = len(rows), outputs
         self.weights, self.name, self.custom = weights, name, method
         self.used = self.seen = 0
+        self.register_buffer("rows", rows, persistent=False)
+        self.register_buffer("bias", None if bias is None else bias.float(), persistent=False)
+
+    @staticmethod
+    def from_linear(linear: nn.Linear, method: InputMethod, weights: str, name: str) -> "InputSparseLinear":
+        load()
         rows = linear.weight.detach().T.contiguous()
         rows = rows if weights == FLOAT else torch.ops.pi2.quantize(rows, weights)
-        self.register_buffer("rows", rows, persistent=False)
-        bias = None if linear.bias is None else linear.bias.detach().float()
-        self.register_buffer("bias", bias, persistent=False)
+        bias = None if linear.bias is None else linear.bias.detach()
+        return InputSparseLinear(rows, bias, linear.out_features, method, weights, name).train(linear.training)
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Raises ConfigError: the dense weights are gone, and a file without them would load as another model."""
-        fix = "Make it again from the dense model: an InputMethod is for trying an idea in memory."
+        fix = "Use torch_pi2.save(model, folder)."
         found = f"sparse inputs in {self.name}"
         raise ConfigError("state_dict and saving", expected="a model with its dense weights", found=found, fix=fix)
 
@@ -54,7 +61,7 @@ class InputSparseLinear(nn.Module):
             return self._dense(input)
         active, threshold = self.custom.used(input)
         if call_mode.sparse_only and not torch.compiler.is_compiling():
-            kept = input.abs() > threshold if active is None else active & (input != 0)
+            kept = self.custom.kept(input) & (input != 0)
             self.used, self.seen = self.used + int(kept.sum()), self.seen + kept.numel()
         x, n = input.contiguous(), self.out_features
         return torch.ops.pi2.sparse_input_linear(x, self.rows, n, self.bias, active, threshold, self.weights)

@@ -20,14 +20,15 @@ import torch
 
 from torch_pi2.errors import ConfigError
 from torch_pi2.predict.lowrank import LowRank, LowRankRows
-from torch_pi2.predict.method import SparseMethod
+from torch_pi2.predict.method import InputMethod, SparseMethod
 from torch_pi2.predict.signbit import SignBit
+from torch_pi2.types.method import Fitted
 
 #: The kinds that a file may contain.
-AnyPredictor = LowRank | SignBit | SparseMethod
+AnyPredictor = LowRank | SignBit | SparseMethod | InputMethod
 #: Method -> class.
-PREDICTORS: dict[str, type[LowRank] | type[SignBit] | type[SparseMethod]] = {
-    p.kind: p for p in (LowRank, SignBit, SparseMethod)
+PREDICTORS: dict[str, type[LowRank] | type[SignBit] | type[SparseMethod] | type[InputMethod]] = {
+    p.kind: p for p in (LowRank, SignBit, SparseMethod, InputMethod)
 }
 #: Predictor tensors that layers may have, those of each kind in the order of the operators' arguments.
 LAYER_TENSORS = tuple(name for p in PREDICTORS.values() for name in p.layer_tensors)
@@ -45,7 +46,7 @@ _OWN = {
 
 def check_known(key: str, predictor: Any) -> None:
     """Raises ConfigError unless ``predictor``, of site ``key``, is a SparseMethod or one of ours as it is."""
-    if isinstance(predictor, SparseMethod):
+    if isinstance(predictor, Fitted):
         return
     own = next((members for kind, members in _OWN.items() if isinstance(predictor, kind)), None)
     changed = [name for name, member in (own or {}).items() if getattr_static(predictor, name, None) is not member]

@@ -14,7 +14,7 @@ from torch_pi2.base.reading import parse
 from torch_pi2.base.tensorfile import packed, read_tensors
 from torch_pi2.errors import ConfigError, check_made_from
 from torch_pi2.predict import PREDICTORS, AnyPredictor, check_all_known
-from torch_pi2.types.method import PREDICTED, PredictorCard
+from torch_pi2.types.method import PredictorCard
 
 PREDICTORS_VERSION = 1
 PREDICTORS_FILE = "predictors.safetensors"
@@ -107,7 +107,7 @@ def each_predictor(
     """As :func:`predictors_of`, one site key and predictor at a time: all may not fit in memory."""
     check_artifact(where, meta, "torch_pi2.predictors", PREDICTORS_VERSION, model_hash)
     for key, entry in _json(meta, "predictors", where).each().items():
-        kind = PREDICTORS[entry.at("kind").text(PREDICTED)]
+        kind = PREDICTORS[entry.at("kind").text(PREDICTORS)]
         names = kind.tensor_names or [name.text() for name in entry.at("tensors").items()]
         tensors = {name: tensor(f"{key}.{name}") for name in names}
         present = {name: t for name, t in tensors.items() if t is not None}

@@ -1,15 +1,14 @@
 """``SparseMethod``: how a layer chooses its neurons, as one Python class (docs/RESEARCH.md)."""
 
-from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 import torch
 
-from torch_pi2.base.fields import Field, checked
+from torch_pi2.base.fields import checked
 from torch_pi2.errors import ConfigError
 from torch_pi2.predict.cold import Cold
 from torch_pi2.predict.samples import LayerSamples, LinearSamples
-from torch_pi2.types.method import Fitted, Method, PredictorCard, find_method, plugins
+from torch_pi2.types.method import INPUTS, Fitted, Method, plugins
 from torch_pi2.types.site import FFNSite
 
 
@@ -51,19 +50,11 @@ class SparseMethod(Fitted):
         card: what it does on calibration tokens that it was not fitted to, or None.
     """
 
-    scope: ClassVar[str] = "token"
     cut_I: torch.Tensor | None
     bias_H: torch.Tensor | None = None
-    card: PredictorCard | None = None
 
-    # What the library reads of every predictor (torch_pi2.predict).
     kind: ClassVar[str] = Method.CUSTOM.value
-    #: Those of each object differ.
-    tensor_names: ClassVar[tuple[str, ...]] = ()
-    layer_tensors: ClassVar[tuple[str, ...]] = ()
-    per_neuron: ClassVar[tuple[str, ...]] = ()
     threshold: ClassVar[float] = 0.5
-    rank: ClassVar[int] = 0
 
     def fit(self, layer: LayerSamples) -> None:
         """Set what :meth:`select` needs, from the weights and calibration tokens of this copy's ``layer``."""
@@ -110,30 +101,6 @@ class SparseMethod(Fitted):
         """Multiply-adds with the same memory traffic in 16-bit weights."""
         return self.read_bytes() // 2
 
-    def fields(self) -> dict[str, Any]:
-        """JSON fields in a file. Raises ConfigError: it has no name, or :meth:`settings`."""
-        if plugins.find(self.name, files=False) is not type(self):
-            fix = "Give the class a name, and decorate it with torch_pi2.register_method."
-            what = f"saving method {type(self).__name__}"
-            raise ConfigError(what, expected="a registered class", found="another", fix=fix)
-        return {"name": self.name, "settings": self.settings(), "tensors": sorted(self.tensors())}
-
-    @staticmethod
-    def read(
-        tensors: Mapping[str, torch.Tensor], entry: Field, threshold: float, card: PredictorCard | None
-    ) -> "SparseMethod":
-        """A method from tensors and fields of a file; its ``__init__`` is not called. Raises ConfigError: not known."""
-        kind, settings = find_method(entry.at("name").text(), files=False), entry.at("settings")
-        if missing := [name for one in entry.at("tensors").items() if (name := one.text()) not in tensors]:
-            entry.at("tensors").wrong("tensors of the file", missing[0])
-        if taken := kind.taken({**settings.names(allowed=None), **tensors}):
-            settings.wrong("names that the class does not use", taken)
-        settings.at("scope", kind.scope).text(("token", "prompt"))
-        made: SparseMethod = object.__new__(kind)
-        vars(made).update(settings.value, **tensors)
-        made.card = card
-        return made
-
     @staticmethod
     def of_cold(site: FFNSite, cold: torch.Tensor, method: Any, int8_activations: bool) -> Cold:
         """A layer's part: the method itself. Raises ConfigError: there is none."""
@@ -157,14 +124,15 @@ class InputMethod(Fitted):
                 self.threshold = float(linear.x_TK.abs().flatten().quantile(1 - self.share))
 
     and pass one to :func:`torch_pi2.optimize` (``method=Magnitude(0.4)``). All linear layers but the output layer get a
-    copy, those of attention, too. The model stays in memory and cannot be saved.
+    copy, those of attention, too. The model stays in memory.
 
     Attributes:
-        name: on the command line. recordable: of an own :meth:`select`, as of :class:`SparseMethod`.
+        name, recordable, card: as of :class:`SparseMethod`.
         threshold: channels with ``|x_k| > threshold`` are used. scale_K: float32 ``[K]`` or None; with it
             ``|x_k| * scale_k > threshold`` (WINA, arXiv 2505.19427: norms of the columns).
     """
 
+    kind: ClassVar[str] = INPUTS
     threshold: float = 0.0
     scale_K: torch.Tensor | None = None
 
@@ -183,6 +151,17 @@ class InputMethod(Fitted):
         if mask_TK is None:
             return None, self.threshold
         return self.checked(mask_TK, "select", x.numel() // x.shape[-1], x.shape[-1]).view(x.shape), 0.0
+
+    def kept(self, x: torch.Tensor) -> torch.Tensor:
+        """The channels of ``x [..., K]`` that are used, bool."""
+        active, threshold = self.used(x)
+        return x.abs() > threshold if active is None else active
+
+    @staticmethod
+    def of_cold(site: FFNSite, cold: torch.Tensor, method: Any, int8_activations: bool) -> Cold:
+        """Raises ConfigError: it chooses no neurons."""
+        fix = "Pass methods of linear layers, as torch_pi2.fit gives them."
+        raise ConfigError(f"method of {site.key}", expected="a SparseMethod", found="an InputMethod", fix=fix)
 
 
 @checked

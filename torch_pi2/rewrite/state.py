@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from torch_pi2.base.fields import argument
-from torch_pi2.base.modules import is_input_sparse
 from torch_pi2.distributed.group import Group
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.of_model import SparseLayer, homes, is_changed
 from torch_pi2.layers.offloaded import Store
 from torch_pi2.predict.file import FittedPredictors
 from torch_pi2.store.parts import Parts
-from torch_pi2.types.method import LOSSY, Method
+from torch_pi2.types.method import INPUTS, LOSSY, Method
 from torch_pi2.types.offload import Budget
 from torch_pi2.types.plan import Plan, lossy_methods
 from torch_pi2.types.stats import ActivationStats
@@ -91,7 +90,13 @@ class SparseState(ModelState):
     @property
     def lossy(self) -> bool:
         """Whether results differ from those of the original dense model."""
-        return self.weights != "float" or bool(lossy_methods(self.plan)) or self.leaves_out or bool(self.changed)
+        methods = lossy_methods(self.plan) or self.inputs
+        return self.weights != "float" or bool(methods) or self.leaves_out or bool(self.changed)
+
+    @property
+    def inputs(self) -> list[str]:
+        """Linear layers that use the input channels that an ``InputMethod`` chooses."""
+        return [name for name, predictor in self.predictors.items() if predictor.kind == INPUTS]
 
     @property
     def loss_change(self) -> float | None:
@@ -120,10 +125,6 @@ if TYPE_CHECKING:
 def get_state(model: nn.Module) -> SparseState:
     """The state of an optimised model. Raises ConfigError if it is dense."""
     parts = ModelState.of(model)
-    if not isinstance(parts, SparseState) and is_input_sparse(model):
-        fix = "Make it again from the dense model: an InputMethod is for trying an idea in memory."
-        what = argument(model, type(model).__name__, fix)
-        what.wrong("feed-forward layers that torch_pi2.optimize has rewritten", "linear layers with sparse inputs")
     if not isinstance(parts, SparseState):
         what = argument(model, type(model).__name__, "Call torch_pi2.optimize(model, ...) first.")
         what.wrong("a model that torch_pi2.optimize has rewritten", "a dense model")

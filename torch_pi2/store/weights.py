@@ -32,6 +32,8 @@ PAIRS_VERSION = "3"
 FORMAT = "torch_pi2.weights"
 #: Version of files with linear layers in blocks, as this machine's kernels read them.
 BLOCKS_VERSION = "4"
+#: Version of files with linear layers by input channel.
+CHANNELS_VERSION = "5"
 #: How a layer's modules are replaced (:mod:`torch_pi2.rewrite.rewrite`).
 STRATEGIES = ("owner", "chain", "lazy")
 #: Metadata key of the linears in blocks.
@@ -49,6 +51,7 @@ def metadata(
     formats: Mapping[str, str] = NO_FORMATS,
     embeddings: Mapping[str, int] = NO_EMBEDDINGS,
     in_blocks: Collection[str] = (),
+    channels: Mapping[str, int] = NO_EMBEDDINGS,
 ) -> dict[str, str]:
     """The metadata of a weights file.
 
@@ -57,6 +60,7 @@ def metadata(
         linears: module name of every quantised linear -> its number of inputs.
         formats: exceptions from ``kind``, by module name of linears and embeddings and by site key of neurons.
         embeddings: module name of every quantised embedding -> its width. in_blocks: linears whose rows are in blocks.
+        channels: module name of every linear whose weight lies by input channel -> its number of outputs.
     """
     made = {"format": "pt", "pi2_format": FORMAT, "pi2_version": WEIGHTS_VERSION, "weights": kind}
     made |= {"model_hash": model_hash, "linears": json.dumps(dict(linears)), "sites": json.dumps(dict(strategies))}
@@ -65,6 +69,8 @@ def metadata(
         made |= {"formats": json.dumps(dict(formats)), "embeddings": json.dumps(dict(embeddings))}
     if in_blocks:
         made |= {"pi2_version": BLOCKS_VERSION, BLOCKS: json.dumps(list(in_blocks))}
+    if channels:
+        made |= {"pi2_version": CHANNELS_VERSION, "channels": json.dumps(dict(channels))}
     return made
 
 
@@ -87,13 +93,15 @@ class QuantizedWeights(TensorReader):
         kind: the main format, see :meth:`format_of`. weights: its name for operators. model_hash: the plan's.
         linears: module name -> number of inputs. strategies: site key -> one of ``STRATEGIES``.
         embeddings: module name -> width, of quantised ones. in_blocks: linears whose rows are in blocks of 16
-            (:mod:`torch_pi2.ops.linear`).
+            (:mod:`torch_pi2.ops.linear`). channels: module name -> number of outputs, of linears by input channel.
     """
 
     file_format: str = FORMAT
-    file_versions: tuple[str, ...] = (WEIGHTS_VERSION, MIXED_VERSION, PAIRS_VERSION, BLOCKS_VERSION)
+    file_versions: tuple[str, ...] = (
+        *(WEIGHTS_VERSION, MIXED_VERSION, PAIRS_VERSION, BLOCKS_VERSION, CHANNELS_VERSION),
+    )
     #: The versions that may list formats of neurons, and linears in blocks.
-    pairs_versions: tuple[str, ...] = (PAIRS_VERSION, BLOCKS_VERSION)
+    pairs_versions: tuple[str, ...] = (PAIRS_VERSION, BLOCKS_VERSION, CHANNELS_VERSION)
     blocks_versions: tuple[str, ...] = (BLOCKS_VERSION,)
 
     def __init__(self, path: str | Path) -> None:
@@ -126,6 +134,10 @@ class QuantizedWeights(TensorReader):
         self.in_blocks = {one.text(self.linears) for one in blocks.items()}
         if self.in_blocks and version not in self.blocks_versions:
             blocks.wrong(f"none, in version {version}", f"{len(self.in_blocks)}")
+        channels = self._json("channels", "{}")
+        self.channels = {name: outputs.whole(1, MOST_SIZE) for name, outputs in channels.each().items()}
+        if self.channels and version != CHANNELS_VERSION:
+            channels.wrong(f"none, in version {version}", f"{len(self.channels)}")
         if self.linears and self.weights == "float":
             linears.wrong(f"none, in a file of {self.kind}", f"{len(self.linears)}")
         if self._formats and self.weights == FLOAT:
@@ -243,6 +255,14 @@ class QuantizedWeights(TensorReader):
             self.check(self.rows_name(name), rows)
             if name in self.in_blocks:
                 self.check(self.blocks_name(name), rows)
+        for name, outputs in self.channels.items():
+            linear = modules.get(name, nn.Identity())
+            if not isinstance(linear, nn.Linear) or linear.out_features != outputs:
+                found = getattr(linear, "out_features", type(linear).__name__)
+                self._refuse(f"linear layers of the model, {name} with {outputs} outputs", str(found))
+            width = outputs if self.weights == FLOAT else row_bytes(self.kind, outputs)
+            dtype = DTYPES[self.kind] if self.weights == FLOAT else torch.uint8
+            self.check(f"{name}.channels", Spec((linear.in_features, width), dtype))
         for name, width in self.embeddings.items():
             found = modules.get(name)
             if not isinstance(found, nn.Embedding) or found.embedding_dim != width:
@@ -253,7 +273,7 @@ class QuantizedWeights(TensorReader):
     @property
     def float_dtype(self) -> torch.dtype | None:
         """The dtype of most floats in the file, not counting float32 biases; None if there are none."""
-        rows = {f"{name}.bias" for name in self.linears}
+        rows = {f"{name}.bias" for name in (*self.linears, *self.channels)}
         found: dict[torch.dtype, int] = {}
         for name, spec in self.specs.items():
             ours = name in rows or name.rpartition(".bias_")[0] in self.strategies or name.startswith("pi2.")

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
-from torch_pi2.base.fields import optional, shown
+from torch_pi2.base.fields import Field, optional, shown
 from torch_pi2.base.plugins import Plugins
 from torch_pi2.errors import ConfigError, DtypeError, ShapeError
 
@@ -35,6 +35,8 @@ class Method(StrEnum):
         return self.predicted or self is Method.THRESHOLD
 
 
+#: In place of a method, of an ``InputMethod``.
+INPUTS = "inputs"
 # As plain text, which torch.compile compares with.
 METHODS = tuple(method.value for method in Method)
 PREDICTED = tuple(method.value for method in Method if method.predicted)
@@ -87,6 +89,15 @@ class Fitted:
 
     name: ClassVar[str] = ""
     recordable: ClassVar[bool] = False
+    scope: ClassVar[str] = "token"
+    card: PredictorCard | None = None
+
+    # What the library reads of every predictor (torch_pi2.predict); tensors of each object differ.
+    kind: ClassVar[str]
+    tensor_names: ClassVar[tuple[str, ...]] = ()
+    layer_tensors: ClassVar[tuple[str, ...]] = ()
+    per_neuron: ClassVar[tuple[str, ...]] = ()
+    rank: ClassVar[int] = 0
 
     def prepare(self, model: Any) -> None:
         """Change the dense ``model`` in place. :func:`torch_pi2.optimize` calls it once, before everything else."""
@@ -128,6 +139,30 @@ class Fitted:
                 fix = "Keep it under a name with _ in front, which is not saved."
                 raise ConfigError(what, expected="what JSON can hold, or a tensor", found=shown(value), fix=fix)
         return found
+
+    def fields(self) -> dict[str, Any]:
+        """JSON fields in a file. Raises ConfigError: it has no name, or :meth:`settings`."""
+        if plugins.find(self.name, files=False) is not type(self):
+            fix = "Give the class a name, and decorate it with torch_pi2.register_method."
+            what = f"saving method {type(self).__name__}"
+            raise ConfigError(what, expected="a registered class", found="another", fix=fix)
+        return {"name": self.name, "settings": self.settings(), "tensors": sorted(self.tensors())}
+
+    @classmethod
+    def read(cls, tensors: Mapping[str, Any], entry: Field, threshold: float, card: PredictorCard | None) -> Self:
+        """A method from tensors and fields of a file; its ``__init__`` is not called. Raises ConfigError: not known."""
+        kind, settings = find_method(entry.at("name").text(), files=False), entry.at("settings")
+        if not issubclass(kind, cls):
+            entry.at("name").wrong(f"the name of a {cls.__name__}")
+        if missing := [name for one in entry.at("tensors").items() if (name := one.text()) not in tensors]:
+            entry.at("tensors").wrong("tensors of the file", missing[0])
+        if taken := kind.taken({**settings.names(allowed=None), **tensors}):
+            settings.wrong("names that the class does not use", taken)
+        settings.at("scope", kind.scope).text(("token", "prompt"))
+        made: Self = object.__new__(kind)
+        vars(made).update(settings.value, **tensors)
+        made.card = card
+        return made
 
     def _saved(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name[0] != "_" and name != "card"}
