@@ -346,7 +346,10 @@ def optimize_quantized(
         what, fix = f"optimize_quantized({', '.join(changed)})", "Leave it out."
         raise ConfigError(what, expected="the weights of the file", found="others", fix=fix)
     if of_inputs(config) or any(type(y).prepare is not Fitted.prepare for y in config._custom.values()):
-        expected, fix = "a SparseMethod without prepare", "Optimise torch_pi2.load_dense(folder of an import) in memory."
+        expected, fix = (
+            "a SparseMethod without prepare",
+            "Optimise torch_pi2.load_dense(folder of an import) in memory.",
+        )
         raise ConfigError("optimize_quantized(method=...)", expected=expected, found="another", fix=fix)
     load_library()
     file, folder = gguf_in(source), Path(folder)

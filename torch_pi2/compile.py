@@ -29,7 +29,7 @@ from torch_pi2.store.parts import Parts
 from torch_pi2.store.storefile import STORE_FILE
 from torch_pi2.types.plan import Plan
 
-_OPTIONS = ("plan", "predictors")
+_OPTIONS = ("plan", "predictors", "before", "after")
 
 
 def backend(
@@ -49,7 +49,9 @@ def backend(
 
     Args:
         options: ``plan``: a :class:`Plan` or its folder (``my-sparse-model/pi2``: predictors in it are used);
-            ``predictors``: site key -> low-rank predictor.
+            ``predictors``: site key -> low-rank predictor; ``before``, ``after``: lists of functions that change a
+            ``torch.fx.GraphModule`` in place (None is returned), called with the Dynamo graph before ours, and with
+            the graph that has our operators. Graphs that need gradients pass through neither.
         mode: one of Inductor's modes, e.g. ``"max-autotune"``.
 
     Raises:
@@ -57,15 +59,18 @@ def backend(
             from other weights. ArtifactError: from what was compiled, if neurons in a store cannot be read.
     """
     plan, predictors = _read_options(options)
+    before, after = (_passes(options or {}, name) for name in ("before", "after"))
     sparse: list[SparseCall] = []
     merged: list[torch.Tensor] = []
     if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in example_inputs):
         warn_once("a graph that needs gradients is compiled densely; call the model under torch.no_grad()")
     else:
         changed = _copy(gm)
+        _run_passes(before, "before", changed)
         sparse = make_sparse(changed, example_inputs, plan, predictors)
         merged = merge_linears(changed, weights_of(changed, example_inputs))
-        gm = changed if sparse or merged else gm
+        _run_passes(after, "after", changed)
+        gm = changed if sparse or merged or before or after else gm
     placeholders = gm.graph.find_nodes(op="placeholder")
     ours = [node.meta["example_value"] for node in placeholders[len(example_inputs) :]]
     compiled = _explaining(_inductor(gm, [*example_inputs, *ours], mode), gm)
@@ -81,6 +86,25 @@ def backend(
         return compiled(*args, *extra)
 
     return run
+
+
+def _passes(options: Mapping[str, Any], name: str) -> list[Callable[[fx.GraphModule], None]]:
+    given = options.get(name) or []
+    if not isinstance(given, list | tuple) or not all(map(callable, given)):
+        argument(given, f"{name} of the torch_pi2 backend").wrong("a list of functions")
+    return [*given]
+
+
+def _run_passes(passes: list[Callable[[fx.GraphModule], None]], name: str, gm: fx.GraphModule) -> None:
+    """Raises ConfigError: one of the user's returns another graph."""
+    for change in passes:
+        if (made := change(gm)) is not None:
+            what = argument(
+                made, f"{name} of the torch_pi2 backend: result of {change!r}", "Change the graph in place."
+            )
+            what.wrong("None")
+        gm.graph.lint()
+        gm.recompile()
 
 
 def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], mode: str | None) -> Callable[..., Any]:

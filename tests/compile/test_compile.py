@@ -235,7 +235,7 @@ def test_matmul_spelling_in_place_and_functional_graphs():
     [
         ({"plan": 5}, "plan of the torch_pi2 backend: expected a Plan, or a folder that has one, found 5"),
         ({"predictors": 5}, "predictors of the torch_pi2 backend: expected what torch_pi2.fit gives, found 5"),
-        ({"nope": 1}, "expected only plan, predictors, found nope"),
+        ({"nope": 1}, "expected only plan, predictors, before, after, found nope"),
     ],
 )
 def test_options_are_checked(options: dict[str, object], message: str) -> None:
@@ -372,7 +372,7 @@ def test_neurons_go_with_the_model():
 @torch.no_grad()
 def test_wrong_options_and_stale_plans_are_errors():
     model = relu_model()
-    with pytest.raises(Exception, match="only plan, predictors, found speed"):
+    with pytest.raises(Exception, match="only plan, predictors, before, after, found speed"):
         compiled(model, speed=11)(X_BTH)
     plan = make_plan(model, (X_BTH,))
     model[0].banana.weight.add_(1)
@@ -420,3 +420,46 @@ def test_a_parameter_with_the_id_of_another_one_is_not_taken_for_it():
     torch._dynamo.reset()
     assert close(compiled(model)(X_BTH), model(X_BTH))
     assert shared[key] is not old
+
+
+@pytest.mark.usefixtures("captured_alone")
+@torch.no_grad()
+def test_passes_of_users_run_before_and_after_ours():
+    """The one before turns tanh into relu, by which ours finds the layers; the one after scales what ours computed."""
+
+    class Tanh(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.up, self.down = nn.Linear(HIDDEN, INTERMEDIATE), nn.Linear(INTERMEDIATE, HIDDEN)
+
+        def forward(self, x):
+            return self.down(torch.tanh(self.up(x)))
+
+    def to_relu(gm):
+        for node in gm.graph.find_nodes(op="call_function", target=torch.tanh):
+            node.target = torch.relu
+
+    def doubled(gm):
+        for node in gm.graph.find_nodes(op="call_function", target=torch.ops.pi2.sparse_ffn.default):
+            with gm.graph.inserting_after(node):
+                twice = gm.graph.call_function(torch.mul, (node, 2))
+            twice.meta = dict(node.meta)
+            node.replace_all_uses_with(twice, lambda user, twice=twice: user is not twice)
+
+    model = Tanh().eval()
+    wanted = model.down(torch.relu(model.up(X_BTH)))
+    fast = compiled(model, before=[to_relu])
+    assert close(fast(X_BTH), wanted)
+    assert count_op_calls(lambda: fast(X_BTH)) == 1
+    assert count_op_calls(lambda: compiled(model)(X_BTH)) == 0
+    torch._dynamo.reset()
+    assert close(compiled(model, before=[to_relu], after=[doubled])(X_BTH), 2 * wanted)
+    torch._dynamo.reset()
+    for options, message in (
+        ({"before": to_relu}, "before of the torch_pi2 backend: expected a list of functions"),
+        ({"after": [lambda gm: gm]}, "after of the torch_pi2 backend: result of .*: expected None"),
+    ):
+        with pytest.raises(Exception, match=message):
+            compiled(model, **options)(X_BTH)
+        torch._dynamo.reset()

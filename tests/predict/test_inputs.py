@@ -227,6 +227,7 @@ def test_the_command_line_writes_and_runs_it(tmp_path: Path, capfd: pytest.Captu
     quick = ["--tokens", "2000", "--trust-remote-code", "-q"]
     what = ["optimize", str(root / "examples" / "models" / "drelu-stdlib-5m"), "--method", teal, "--weights", "int4"]
     assert main([*what, "--out", out, *quick]) == 0, capfd.readouterr().err
+    capfd.readouterr()
     assert main(["inspect", out, "--import", teal.rpartition(":")[0]]) == 0, capfd.readouterr().err
     said = capfd.readouterr().out
     assert said.count("inputs (teal)") == 35

@@ -7,7 +7,6 @@ the folder then has its rows as they are, and runs with torch_pi2 alone.
 
 import argparse
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +57,19 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if not args.no_verdict:
         phase(verdict.MEASURING)
         dense, why = verdict.dense_of(args, dense_bytes)
-        given = {name: value for name, value in to_json(config).items() if value != getattr(Config(), name)}
-        given |= {"method": args.method} if args.method else {}
-        made = [verdict.step("optimize", args.model, given)]
+        made = [verdict.step("optimize", args.model, _given(args, config))]
         lossy = ["int8 activations"] if config.activations == "int8" else []
         also: Any = {"tokenizer": tokenizer, "not_measured": why, "trust_remote_code": args.trust_remote_code}
         judged = judge(model, dense, args.out, made=made, dense_bytes=dense_bytes, lossy=lossy, **also)
         judged.save(args.out / "pi2")
     errors = get_state(model).quantization
     return {"out": str(args.out), **describe(args.out), "weights": config.weights, "quantization": errors}
+
+
+def _given(args: argparse.Namespace, config: Config) -> dict[str, Any]:
+    """The settings that were given, as the command line has them."""
+    given = {name: value for name, value in to_json(config).items() if value != getattr(Config(), name)}
+    return given | ({"method": args.method} if args.method else {})
 
 
 def _of_quantised(args: argparse.Namespace) -> dict[str, Any]:
@@ -87,7 +90,7 @@ def _of_quantised(args: argparse.Namespace) -> dict[str, Any]:
     report = torch_pi2.optimize_quantized(source, args.out, text, config, tokenizer=tokenizer, progress=not args.quiet)
     if not args.no_verdict:
         phase(verdict.MEASURING)
-        given = {name: value for name, value in asdict(config).items() if value != getattr(Config(), name)}
+        given = _given(args, config)
         alone = "the folder that it was made of has quantised weights alone"
         missing = alone if file is None else verdict.no_memory(weight_bytes(Path(args.model)))
         why = {"dense": missing} if missing else {}
