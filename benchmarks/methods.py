@@ -25,7 +25,6 @@ from torch import nn
 
 import torch_pi2
 from benchmarks.arguments import TRAINED, list_of, names_of
-from benchmarks.compare import compare
 from benchmarks.subject import WORK
 from benchmarks.tables import Result, Table, at, markdown_table
 from torch_pi2.base.progress import phase
@@ -103,7 +102,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     kept = Kept(args.cases or WORK / f"methods-{args.model.stem}-{args.weights}.jsonl", about)
     left = {name: method for name, method in methods.items() if name not in kept.rows}
     if left or "dense" not in kept.rows:
-        compare(make, left, texts, calibration=calibration, each=kept.add, **how, **given)
+        torch_pi2.compare(make, left, texts, calibration=calibration, each=kept.add, **how, **given)
     rows = [row for name in ("dense", *methods) for row in kept.rows[name]]
     figures = {row["method"]: row for row in rows}
     return {

@@ -27,6 +27,7 @@ from torch_pi2.decode.plan_controller import follow as follow
 from torch_pi2.decode.prefetch import prefetching as prefetching
 from torch_pi2.decode.prefetch import prioritize as prioritize
 from torch_pi2.errors import Pi2Error as Pi2Error
+from torch_pi2.eval.compare import compare as compare
 from torch_pi2.export.api import export as export
 from torch_pi2.export.program import export_program as export_program
 from torch_pi2.export.run import Bundle as Bundle

@@ -14,7 +14,7 @@ from tiny_models import _hf, randomise, tiny
 from tiny_tokenizers import TEXT, byte_tokenizer
 
 import torch_pi2
-from benchmarks import cap, decode, drawings, figures, layer, methods, real_models, tables
+from benchmarks import cap, decode, drawings, figures, layer, real_models, tables
 from benchmarks.__main__ import BENCHMARKS, call, main, render
 from torch_pi2.errors import ArtifactError, ConfigError
 
@@ -167,10 +167,10 @@ def test_methods_go_on_where_a_run_ended(
 ) -> None:
     """Cases that are kept are not measured again; others are, and those of other settings."""
     (tmp_path / "mine.py").write_text(MINE)
-    asked, compare = list[list[str]](), methods.compare
+    asked, compare = list[list[str]](), torch_pi2.compare
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        methods, "compare", lambda make, left, *a, **k: asked.append([*left]) or compare(make, left, *a, **k)
+        torch_pi2, "compare", lambda make, left, *a, **k: asked.append([*left]) or compare(make, left, *a, **k)
     )
     sizes = {"tokens": 256, "window": 64, "rounds": 0, "calibration_tokens": 2000, "cases": tmp_path / "kept.jsonl"}
     how = {"model": folders["relu"], "methods": "exact,mine.py:First", "bytes": [0.5], **sizes}

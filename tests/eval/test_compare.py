@@ -12,8 +12,9 @@ from tiny_models import tiny
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import torch_pi2
-from benchmarks.compare import Beside, compare
+from torch_pi2 import compare
 from torch_pi2.errors import CalibrationError, ConfigError
+from torch_pi2.eval.compare import Beside
 
 DRAWN = torch.Generator().manual_seed(0)
 IDS, HELD = (torch.randint(3, 64, (rows, 32), generator=DRAWN) for rows in (20, 6))

@@ -133,7 +133,7 @@ def test_chess_has_one_threshold_on_expected_products() -> None:
     assert torch.equal(fitted("chess", plain, 0.7).cut_I, fitted("cats", plain, 0.7).cut_I)
 
 
-@pytest.mark.parametrize("stem", ["cats", "chess", "spon"])
+@pytest.mark.parametrize("stem", ["cats", "chess", "learned_thresholds", "spon"])
 def test_a_share_below_the_gates_is_refused_by_name(stem: str) -> None:
     with pytest.raises(ConfigError, match=r"share of .*: expected more than 1/3, at most 1, found 0.3"):
         fitted(stem, samples(), 0.3)
@@ -194,6 +194,20 @@ def test_spon_replaces_what_is_skipped_by_its_mean() -> None:
     assert torch.equal(method.cut_I, fitted("cats", layer, SHARE).cut_I)
     skipped = np.abs(act) <= method.cut_I.numpy()
     np.testing.assert_allclose(method.bias_H.numpy(), (h * skipped).mean(0) @ down.T, atol=2e-3)  # a pair at the cutoff
+
+
+def test_learned_thresholds_keep_the_share_and_lose_less_of_the_output() -> None:
+    layer = samples()
+    _, _, _, h, down = numbers(layer)
+    lost = {}
+    for stem in ("learned_thresholds", "cats"):
+        cut_I = fitted(stem, layer, SHARE).cut_I
+        kept_TI = (layer.gate_TI().abs() > cut_I).numpy()
+        assert kept_TI.mean() == pytest.approx(kept(SHARE), abs=2e-3)
+        lost[stem] = np.square((h * ~kept_TI) @ down.T).sum()
+    assert lost["learned_thresholds"] < 0.99 * lost["cats"]
+    assert fitted("learned_thresholds", layer, SHARE).cut_I.unique().numel() > 1
+    assert fitted("learned_thresholds", layer, SHARE, steps=0).cut_I.allclose(fitted("cats", layer, SHARE).cut_I)
 
 
 @torch.no_grad()

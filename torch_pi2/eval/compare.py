@@ -1,7 +1,5 @@
 """``compare``: methods of sparsity beside the dense model, on the same held-out text."""
 
-from __future__ import annotations
-
 import copy
 import math
 import tempfile
