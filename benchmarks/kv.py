@@ -70,6 +70,7 @@ def _losses(name: str, model: Any, tokens: int, window: int) -> Iterator[dict[st
 @torch.inference_mode()
 def loss_of(decoder: Decoder, window: Sequence[int]) -> torch.Tensor:
     """Nats of each token of ``window`` but the first, with the keys and values that ``decoder`` would keep."""
+    decoder._measure_keys()
     cache, found = decoder._kv.reading(0, 1, len(window)), []
     for ids_T, next_T in zip(*(torch.tensor(part).split(PIECE) for part in (window[:-1], window[1:])), strict=True):
         with packed_attention(decoder.model):

@@ -52,6 +52,32 @@ def test_logits_are_near_those_of_the_models_dtype(name: str) -> None:
         assert int8 < int4 < 0.3
 
 
+@torch.no_grad()
+def test_what_all_keys_have_in_common_costs_nothing() -> None:
+    """Biases in slowly turning channels, as in Qwen2.5; a layer whose keys differ much keeps 8 bits."""
+    model, found = tiny("qwen2"), {}
+    model.model.rotary_emb.inv_freq[3] = 1e-7
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.bias.view(-1, 8)[:, [3, 7]] = 100
+    for kv, measured in ((None, True), ("int8", True), ("int8", False), ("int4", True)):
+        decoder = Decoder(model, max_tokens=64, logits=True, kv=kv)
+        decoder._measured |= not measured
+        found[kv, measured] = decoder.prompt(PROMPT_BT)
+    wanted = found.pop((None, True))
+    with_mean, without, _ = (off(logits, wanted) for logits in found.values())
+    assert with_mean < 0.02
+    assert without > 5 * with_mean
+    assert [memory.kv for memory in decoder._kv._memory] == ["int4", "int4"]
+    model.model.layers.append(tiny("qwen2").model.layers[0])
+    model.model.layers[2].self_attn.layer_idx, model.config.num_hidden_layers = 2, 3
+    model.model.layers[2].self_attn.config = model.config
+    model.config.layer_types = [*model.config.layer_types, model.config.layer_types[0]]
+    model.model.layers[0].self_attn.k_proj.weight *= 100
+    decoder = Decoder(model, max_tokens=64, kv="int4")
+    decoder.prompt(PROMPT_BT)
+    assert [memory.kv for memory in decoder._kv._memory] == ["int8", "int4", "int4"]
+
+
 @pytest.mark.parametrize(("kv", "most"), [("int8", 0.54), ("int4", 0.29)])
 def test_memory_is_halved_and_quartered(kv: str, most: float) -> None:
     model, size = with_wide_heads(), []

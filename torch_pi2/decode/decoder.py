@@ -18,7 +18,7 @@ from torch_pi2.base.fields import argument, checked
 from torch_pi2.base.memory import keep_freed_memory
 from torch_pi2.base.progress import log_once
 from torch_pi2.decode import chunked_prefill
-from torch_pi2.decode.attention import adds_masks, masks_of, packed_attention
+from torch_pi2.decode.attention import adds_masks, has_sinks, masks_of, packed_attention
 from torch_pi2.decode.broadcast import announce, broadcast_call, check_coordinated, group_of
 from torch_pi2.decode.budget import room_for_compiling
 from torch_pi2.decode.guards import Guards
@@ -40,6 +40,10 @@ from torch_pi2.rewrite.state import ModelState, store_of
 
 #: Maximum tokens of :meth:`Decoder.verify`: from 12 on, layers with int8 activations may have other last bits.
 VERIFIED = 8
+
+#: Tokens from which the mean of keys is taken, and positions over which they are spread: not ``max_tokens``, on which
+#: results would then depend.
+_MEASURED, _SPAN = 64, 4096
 
 #: Inductor settings of a step. Size asserts cost more than the small kernels between our operators, and waking a second
 #: thread takes longer than running one. Freezing would copy the weights.
@@ -117,7 +121,8 @@ class Decoder:
             otherwise the prompt is read whole, as is one beyond the trained length if rotary frequencies depend on the
             length (longrope, dynamic NTK).
         kv: keep keys and values in ``int8`` or ``int4`` (lossy; docs/REAL.md has the loss), rotated as QuaRot does
-            (arXiv 2404.00456), with a scale for each head and token, or for 32 of its numbers. On the CPU, for
+            (arXiv 2404.00456), keys without what they share, with a scale for each head and token, or for 32 of its
+            numbers. 64 tokens are read once before the first prompt to find that. On the CPU, for
             attention that is ours (see :meth:`verify`). None: in the model's dtype.
 
     Attributes:
@@ -175,6 +180,7 @@ class Decoder:
         #: one before it, which other stages would not notice.
         self.continues = not (self._kv.states and (group := group_of(model)) is not None and group.divides_kv)
         self.cache: Any = None
+        self._measured = kv is None or has_sinks(model)  # a sink's score has nothing in common with the others
         self._cache_name = cache_name(model)
         self._backend = backend
         #: Compiled and recorded steps, by number of sequences, number of tokens, and whether it is a verifying pass.
@@ -284,6 +290,7 @@ class Decoder:
         rows, tokens = ids_BT.shape
         self._inspect_model()
         ids_BT = ids_BT.to(self.device)
+        self._measure_keys()
         known = self._reusable(known, tokens)
         self._use(rows)
         self._announce_batch(rows)  # after the KV cache has released memory, and before it wants any
@@ -303,6 +310,23 @@ class Decoder:
         self.cache = self._kv.stepping(rows)
         self._forget_changed()
         return result
+
+    def _measure_keys(self) -> None:
+        """Before the first prompt with quantised keys: read a few tokens, all over the positions."""
+        measured, self._measured = self._measured, True
+        if measured or not self._kv.has_attention:
+            return
+        table: Any = self.model.get_input_embeddings()  # type: ignore[operator]
+
+        def read(cache: Any, places_1T: torch.Tensor) -> None:
+            inputs = {"position_ids": places_1T} if self._positions else {}
+            ids_1T = torch.arange(places_1T.shape[1])[None] * table.num_embeddings // places_1T.shape[1]
+            with packed_attention(self.model), self._steps_of_states(), chunks_of_prompt(ids_1T.shape[1]):
+                self.model(input_ids=ids_1T, use_cache=True, logits_to_keep=1, **{self._cache_name: cache}, **inputs)
+
+        span = min(_SPAN, chunked_prefill.most_positions(self.model), self._same_frequencies or _MEASURED)
+        places = min(_MEASURED, span)
+        self._kv.measure_keys(self.model, read, torch.arange(places)[None] * (span // places))
 
     def _read_from(self, ids_BT: torch.Tensor, at: int, most: int) -> torch.Tensor:
         rows, tokens = ids_BT.shape
@@ -391,6 +415,7 @@ class Decoder:
         tokens = max(1, fed)  # one in any case, which allocates keys and values
         row = self._adding = len(self.lengths)
         try:
+            self._measure_keys()
             at = 0
             for part in known:
                 self._kv.put(row, at, part)

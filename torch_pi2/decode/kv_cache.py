@@ -4,7 +4,7 @@ import copy
 import functools
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,8 @@ from torch_pi2.ops.attention import KV_DTYPES, kv_row_bytes
 
 #: A number of tokens and recurrent states after them, by layer.
 States = tuple[int, list[torch.Tensor]]
+#: How many times the usual spread of keys is too much for 4 bits: that of Qwen2.5's first layer.
+_MUCH = 3
 #: Maximum new tokens of a step: a failed one may have written this many beyond a row's length.
 _MOST_STEPPED = 8
 
@@ -60,6 +62,14 @@ class LayerMemory:
         self.rows, self.max_tokens, self.device, self.kv = rows, max_tokens, device, kv
         self.keys: torch.Tensor | None = None
         self.values: torch.Tensor | None = None
+        #: ``[1, heads, 1, width]``, subtracted from quantised keys: softmax does not see what all scores share.
+        self.center: torch.Tensor | None = None
+
+    def write(self, keys: torch.Tensor, values: torch.Tensor, rows: tuple[torch.Tensor, ...], at_BT: Any) -> None:
+        """Quantise new keys and values into these rows of :meth:`tensors`."""
+        keys = keys if self.center is None else keys - self.center
+        for states, all_rows in zip((keys, values), rows, strict=True):
+            torch.ops.pi2.write_kv(states, all_rows, at_BT)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return () if self.keys is None or self.values is None else (self.keys, self.values)
@@ -121,10 +131,11 @@ class PromptLayer(_Layer):
             self._memory.allocate(key_states, value_states)
         before, self._tokens = self._tokens, self._tokens + key_states.shape[2]
         keys, values = (t[self._rows] for t in self._memory.tensors())
-        for all_rows, states in ((keys, key_states), (values, value_states)):
-            if self._memory.kv is not None:
-                torch.ops.pi2.write_kv(states, all_rows, torch.arange(before, self._tokens).expand(len(states), -1))
-                continue
+        quantized = self._memory.kv is not None
+        if quantized:
+            at_BT = torch.arange(before, self._tokens).expand(len(keys), -1)
+            self._memory.write(key_states, value_states, (keys, values), at_BT)
+        for all_rows, states in () if quantized else ((keys, key_states), (values, value_states)):
             check_dtype(all_rows, states)
             all_rows[:, :, before : self._tokens] = states
         return keys[:, :, : self._tokens], values[:, :, : self._tokens]
@@ -151,7 +162,7 @@ class StepLayer(_Layer):
     def __init__(self, memory: LayerMemory, lengths_B: torch.Tensor) -> None:
         super().__init__(memory)
         self.keys, self.values = (t[: len(lengths_B)] for t in memory.tensors())
-        self._lengths_B, self._kv = lengths_B, memory.kv
+        self._lengths_B, self._memory = lengths_B, memory
         for tensor in (self.keys, self.values):
             # as mark_static_address does, which would import Dynamo
             tensor._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
@@ -162,10 +173,10 @@ class StepLayer(_Layer):
         """Append ``[B, heads, T, width]`` each at the end of each row; returns all of the memory."""
         rows, new = key_states.shape[0], key_states.shape[2]
         at_BT = self._lengths_B[:, None] + torch.arange(new, device=key_states.device)
+        if self._memory.kv is not None:
+            self._memory.write(key_states, value_states, (self.keys, self.values), at_BT)
+            return self.keys, self.values
         for all_rows, states in ((self.keys, key_states), (self.values, value_states)):
-            if self._kv is not None:
-                torch.ops.pi2.write_kv(states, all_rows, at_BT)
-                continue
             check_dtype(all_rows, states)
             if rows == 1:
                 all_rows.index_copy_(2, at_BT[0], states)
@@ -326,6 +337,23 @@ class KeyValues:
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         self._written = [0] * rows  # tokens of each row that may have been written
         self._stepping: dict[int, Any] = {}
+
+    def measure_keys(
+        self, model: nn.Module, read: Callable[[Any, torch.Tensor], object], places_1T: torch.Tensor
+    ) -> None:
+        """Find what keys have in common: their mean when ``read(cache, places_1T)`` has read some tokens there.
+
+        Biases of Qwen2's keys are ten times as long as what differs, and slow rotations leave them alike at all
+        positions. Layers whose keys then still differ several times as much as in others have 8 bits, not 4.
+        """
+        of_floats = KeyValues(model, places_1T.shape[1], 1, self.lengths.device)
+        read(of_floats.reading(0, 1, places_1T.shape[1]), places_1T)
+        keys = [memory.tensors()[0][:, :, 1:].float() for memory in of_floats._memory]  # the first is like no other
+        centers = [keys_1KTD.mean(2, keepdim=True) for keys_1KTD in keys]
+        spread = torch.stack([(each - mean).norm(dim=-1).mean() for each, mean in zip(keys, centers, strict=True)])
+        for memory, center, much in zip(self._memory, centers, spread > _MUCH * spread.median(), strict=True):
+            memory.center = center
+            memory.kv = "int8" if much else memory.kv
 
     def choices(self, rows: slice, reading: bool) -> Choices | None:
         """Where methods that choose by prompt keep what they have chosen, if there are any."""
