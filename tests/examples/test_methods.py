@@ -298,6 +298,29 @@ def test_teal_and_wina_have_thresholds_at_quantiles() -> None:
 
 
 @torch.no_grad()
+def test_teal_takes_channels_where_they_cost_least() -> None:
+    layers = {f"model.layers.{i // 2}.{'ab'[i % 2]}": linear(i) for i in range(4)}
+    layers["model.layers.0.a"].x_TK[:, :48] *= 1e-3  # which can do with a quarter of its channels
+    method = kind("teal")(0.6)
+    method.allocate(layers)
+    shares = method._shares
+    for block in range(2):
+        assert sum(shares[f"model.layers.{block}.{name}"] for name in "ab") / 2 == pytest.approx(0.6, abs=0.026)
+    assert shares["model.layers.0.a"] <= 0.3 < 0.85 < shares["model.layers.0.b"]
+
+    def error(name: str, share: float) -> float:
+        layer = layers[name]
+        size = np.abs(x := layer.x_TK.double().numpy())
+        lost = (x * (size <= np.quantile(size, 1 - share))) @ layer.weight_NK.double().numpy().T
+        return float(np.square(lost).sum() / np.square(x @ layer.weight_NK.double().numpy().T).sum())
+
+    assert method.errors(layers["model.layers.1.a"])[10] == pytest.approx(error("model.layers.1.a", 0.5), rel=0.25)
+    for block in range(2):
+        names = [f"model.layers.{block}.{name}" for name in "ab"]
+        assert sum(error(name, shares[name]) for name in names) <= 1.02 * sum(error(name, 0.6) for name in names)
+
+
+@torch.no_grad()
 def test_r_sparse_multiplies_small_inputs_by_the_low_rank_part() -> None:
     of_file, layer = module("r_sparse"), linear()
     for w_NK in (layer.weight_NK, layer.weight_NK.T[:, :64].contiguous()):  # more outputs than inputs, and as many

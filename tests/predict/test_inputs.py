@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -124,6 +124,38 @@ def test_a_saved_model_is_the_same(method: Any, settings: Any, dtype: torch.dtyp
         assert loaded.torch_pi2.inputs == model.torch_pi2.inputs
     made = [torch_pi2.generate(m, IDS[:1, :5], max_new_tokens=20).sequences for m in (loaded, model)]
     assert made[0] == made[1]
+
+
+@pytest.mark.parametrize("base", [torch_pi2.InputMethod, torch_pi2.SparseMethod])
+def test_a_method_sees_all_layers_before_any_is_fitted(base: Any) -> None:
+    class Divided(base):
+        seen: ClassVar[list[list[str]]] = []
+
+        def allocate(self, layers: Any) -> None:
+            Divided.seen.append([*layers])
+            for name in layers:
+                given = layers[name]
+                assert (given.key if base is torch_pi2.InputMethod else given.site.key) == name
+                assert given.x_TK.shape[0] > 2 if base is torch_pi2.InputMethod else len(given.h_TI()) > 2
+            self.shares = {name: len(name) for name in layers}
+
+        def fit(self, layer: Any) -> None:
+            assert len(self.shares) == 2 * (7 if base is torch_pi2.InputMethod else 1)
+            self.own = self.shares[layer.key if base is torch_pi2.InputMethod else layer.site.key]
+
+        def select(self, x: torch.Tensor) -> torch.Tensor:
+            return x.new_ones((len(x), 128 if base is torch_pi2.SparseMethod else x.shape[1]), dtype=torch.bool)
+
+    method = Divided()
+    model = torch_pi2.optimize(wider(), IDS, method=method, sparsity=0.5, **HOW)
+    assert not hasattr(method, "shares")
+    assert len(Divided.seen) == 1
+    assert all(own.own == len(name) for name, own in model.torch_pi2.predictors.items())
+    Divided.seen.clear()
+    two = {"*.layers.0.*": Divided(), "*": Divided()}
+    with pytest.raises(AssertionError):  # each saw its own layers
+        torch_pi2.optimize(wider(), IDS, method=two, sparsity=0.5, **HOW)
+    assert [{name.split(".")[2] for name in names} for names in Divided.seen] == [{"0"}, {"1"}]
 
 
 def test_other_linear_layers_are_quantised() -> None:

@@ -1,5 +1,6 @@
 """Fitting of a ``SparseMethod``: each layer's copy gets calibration tokens of that layer, and a card on others."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch_pi2.base.fields import argument
 from torch_pi2.base.memory import let_go
 from torch_pi2.errors import CalibrationError, ConfigError, ShapeError
 from torch_pi2.predict.method import SparseMethod
-from torch_pi2.predict.samples import LayerSamples
+from torch_pi2.predict.samples import LayerSamples, WhenLookedUp
 from torch_pi2.profiling.samples import Samples
 from torch_pi2.types.method import Fitted, PredictorCard
 from torch_pi2.types.site import FFNSite, FFNWeights
@@ -25,13 +26,13 @@ def fit_method(method: SparseMethod, model: nn.Module, site: FFNSite, samples: S
         raise CalibrationError(f"tokens of {site.key}", expected="at least 2", found=found, fix=fix)
     own, (some, others) = method.copy(), samples.split(0.25)
     weights = site.weights(model)
-    floats = FFNWeights(*(None if w is None else w.detach().float() for w in weights))  # type: ignore[arg-type]
+    given = layer_samples(model, site, some)
     with torch.no_grad():
-        own.fit(LayerSamples(site, floats, some.x_NH.float(), some.fired()))
+        own.fit(given)
         if taken := own.taken(vars(own)):
             found, fix = f"the attribute {taken}, a name of the class's own", "Rename it."
             raise ConfigError(f"method {type(own).__name__}", expected="attributes beside it", found=found, fix=fix)
-        own.card = _card(own, LayerSamples(site, floats, others.x_NH.float(), others.fired()))
+        own.card = _card(own, LayerSamples(site, given.weights, others.x_NH.float(), others.fired()))
     let_go(model, weights)
     bias_H: Any = own.bias_H
     if bias_H is not None:
@@ -42,6 +43,20 @@ def fit_method(method: SparseMethod, model: nn.Module, site: FFNSite, samples: S
             raise ShapeError(what, expected=f"finite numbers ({site.hidden},)", found=found, fix=fix)
     own.settings()
     return own
+
+
+def layer_samples(model: nn.Module, site: FFNSite, samples: Samples) -> LayerSamples:
+    floats = (None if w is None else w.detach().float() for w in site.weights(model))
+    return LayerSamples(site, FFNWeights(*floats), samples.x_NH.float(), samples.fired())  # type: ignore[arg-type]
+
+
+def allocated(methods: Mapping[str, Any], samples: Callable[[str], Any]) -> dict[str, Any]:
+    """Layer -> the method it is to have a copy of, itself a copy that has seen the ``samples`` of all its layers."""
+    made = {id(method): method.copy() for method in methods.values() if method is not None}
+    for number, method in made.items():
+        with torch.no_grad():
+            method.allocate(WhenLookedUp([key for key, own in methods.items() if id(own) == number], samples))
+    return {key: made.get(id(method)) for key, method in methods.items()}
 
 
 def _check_method(method: object, key: str) -> None:

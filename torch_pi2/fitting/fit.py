@@ -24,7 +24,7 @@ from torch_pi2.base.memory import let_go
 from torch_pi2.base.modules import fresh_settings
 from torch_pi2.base.progress import bar, log
 from torch_pi2.errors import CalibrationError, check_made_from
-from torch_pi2.fitting.custom import fit_method
+from torch_pi2.fitting.custom import allocated, fit_method, layer_samples
 from torch_pi2.fitting.loss import LossFn, causal_lm_loss, mean_loss
 from torch_pi2.fitting.resume import Losses, PredictorCache, PredictorFiles, work_folder
 from torch_pi2.fitting.search import FitSettings, Layer, Search, initial_rank
@@ -34,6 +34,7 @@ from torch_pi2.graph.routed import modules_of
 from torch_pi2.ops import load as load_library
 from torch_pi2.predict.file import FitReport, FittedPredictors
 from torch_pi2.predict.lowrank import LowRankRows
+from torch_pi2.predict.samples import LayerSamples
 from torch_pi2.predict.signbit import SignBit
 from torch_pi2.profiling.data import Batch, at_most, batches, digest, split
 from torch_pi2.profiling.recorder import check_sites
@@ -222,9 +223,16 @@ def fit_layers(
     how = {"seed": settings.seed, "progress": progress}
     with work_folder(work, made_from):
         samples = _samples(model, {"all": data}, {"all": settings.n_tokens}, sites, cuts, work, how)["all"]
+        if settings.method == Method.CUSTOM:
+            by_key = {site.key: site for site in sites}
+
+            def given(key: str) -> LayerSamples:
+                return layer_samples(model, by_key[key], samples[key].split(0.25)[0])
+
+            methods = allocated({key: method_for(settings, key) for key in by_key}, given)
         for site in sites:
             if settings.method == Method.CUSTOM:
-                result[site.key] = fit_method(method_for(settings, site.key), model, site, samples[site.key])
+                result[site.key] = fit_method(methods[site.key], model, site, samples[site.key])
             else:
                 result[site.key] = _fit_signs(model, site, samples[site.key], cold[site.key], settings.target_recall)
     return result

@@ -1,6 +1,8 @@
 """``LayerSamples`` and ``LinearSamples``: what methods of sparsity are fitted to."""
 
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -37,6 +39,27 @@ class LayerSamples:
     def y_TH(self) -> torch.Tensor:
         """The dense layer's output without its bias, float32."""
         return self.h_TI() @ self.weights.down.T
+
+
+T = TypeVar("T")
+
+
+class WhenLookedUp(Mapping[str, T]):
+    """``make(key)`` for each of ``keys``, anew each time: all together may not fit in memory."""
+
+    def __init__(self, keys: Iterable[str], make: Callable[[str], T]) -> None:
+        self._keys, self._make = list(keys), make
+
+    def __getitem__(self, key: str) -> T:
+        if key not in self._keys:
+            raise KeyError(key)
+        return self._make(key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
 
 
 @dataclass(frozen=True)

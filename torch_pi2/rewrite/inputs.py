@@ -10,7 +10,7 @@ from torch import nn
 from torch_pi2.base.modules import evaluating, has_sparse_layers, is_input_sparse
 from torch_pi2.base.progress import bar, log
 from torch_pi2.errors import CalibrationError, ConfigError, UnsupportedModelError
-from torch_pi2.fitting.custom import card_of
+from torch_pi2.fitting.custom import allocated, card_of
 from torch_pi2.formats import FLOAT
 from torch_pi2.layers.inputs import InputSparseLinear
 from torch_pi2.predict.file import FittedPredictors
@@ -55,18 +55,24 @@ def fit_inputs(model: nn.Module, data: list[Batch], config: Config, progress: bo
         raise UnsupportedModelError(what, expected="linear layers that can be replaced", found="none", fix=fix)
     inputs, fitted = _inputs(model, data, {name: linears[name] for name in methods}), FittedPredictors()
     fitted.model_hash = weights_hash(model, [])
+    if few := [name for name, x_TK in inputs.items() if len(x_TK) < 2]:
+        raise CalibrationError(f"tokens of {few[0]}", expected="at least 2", found="fewer", fix="Pass more text.")
+
+    def samples(name: str, held_back: bool = False) -> LinearSamples:
+        x_TK, w_NK = inputs[name], linears[name].weight.detach().float()
+        some_TK, others_TK = x_TK.split([len(x_TK) - len(x_TK) // 4 - 1, len(x_TK) // 4 + 1])
+        return LinearSamples(name, w_NK, (others_TK if held_back else some_TK).float())
+
     with torch.no_grad():
-        for name, method in bar(list(methods.items()), "fit", progress):
-            own, x_TK, w_NK = method.copy(), inputs.pop(name).float(), linears[name].weight.detach().float()
-            if len(x_TK) < 2:
-                fix = "Pass more text."
-                raise CalibrationError(f"tokens of {name}", expected="at least 2", found=str(len(x_TK)), fix=fix)
-            some_TK, others_TK = x_TK.split([len(x_TK) - len(x_TK) // 4 - 1, len(x_TK) // 4 + 1])
-            own.fit(LinearSamples(name, w_NK, some_TK))
-            kept_TK, fired_TK = own.kept(others_TK), others_TK != 0  # raises what decoding would
-            own.card = card_of(own, kept_TK, fired_TK, others_TK.abs() * w_NK.norm(dim=0), 0, 2 * w_NK.numel())
+        for name, method in bar(list(allocated(methods, samples).items()), "fit", progress):
+            own = method.copy()
+            own.fit(samples(name))
+            other = samples(name, held_back=True)
+            kept_TK, mass_TK = own.kept(other.x_TK), other.x_TK.abs() * other.weight_NK.norm(dim=0)
+            own.card = card_of(own, kept_TK, other.x_TK != 0, mass_TK, 0, 2 * other.weight_NK.numel())
             own.settings()
             fitted[name] = own
+            del inputs[name]
     return fitted
 
 
