@@ -34,7 +34,7 @@ from torch_pi2.cli import build_parser, doctor, verdict
 from torch_pi2.cli.common import percent, size, stdlib_sample, table
 from torch_pi2.cli.terminal import configured
 from torch_pi2.eval.loss import bits_per_byte
-from torch_pi2.eval.timing import ffn_modules, time_decode
+from torch_pi2.eval.timing import time_decode
 from torch_pi2.eval.verdict import judge
 from torch_pi2.eval.work import work
 from torch_pi2.types.config import Config
@@ -98,8 +98,7 @@ def compare(models: list[Any], tokenizer: Any, plan: Any, args: argparse.Namespa
                 results[name]["cold_computed"] = (done.gate_rows - hot) / max(1, cold)
         results[name]["loss_change"] = loss.nats_per_token / results["dense"]["nats_per_token"] - 1
     prompt_BT = tokenizer(text[:2000], return_tensors="pt")["input_ids"][:, :64]
-    modules = ffn_modules(models[0], [layer.site for layer in plan.layers])
-    timings = time_decode(models, prompt_BT, new_tokens=32, rounds=args.rounds, ffn_modules=modules)
+    timings = time_decode(models, prompt_BT, new_tokens=32, rounds=args.rounds)
     for name, timing in zip(FORMS, timings):
         results[name] |= timing.to_json()
     return results
@@ -115,8 +114,7 @@ def comparison_table(results: dict[str, dict[str, Any]], cards: list[Any]) -> st
         row("neurons computed (gate at least)", "neurons_computed", percent),
         row("FFN weights used per token", "rows_used", percent),
         row("cold neurons computed", "cold_computed", percent),
-        row("ms per token in FFNs, 1 thread", "ffn_ms", "{:.3f}".format),
-        row("ms per token in all, 1 thread", "total_ms", "{:.3f}".format),
+        row("ms per token, 1 thread", "total_ms", "{:.3f}".format),
     ]
     if cards:
         recall, bytes_ = percent(mean([c.recall for c in cards])), size(sum(c.bytes for c in cards))

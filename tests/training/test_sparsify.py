@@ -23,7 +23,6 @@ import torch_pi2
 from torch_pi2.errors import (
     ArtifactError,
     ConfigError,
-    LibraryMissingError,
     Pi2Error,
     StaleArtifactError,
 )
@@ -158,21 +157,6 @@ def test_the_model_and_every_generator_are_left_as_they_were(dense: Path, tmp_pa
     assert not any(module._forward_pre_hooks for module in model.modules())
     assert model.config.hidden_act == "silu"
     assert report.curve[-1]["divergence"] > 0
-
-
-def test_adapters_are_merged_and_alone_trained(dense: Path, tmp_path: Path) -> None:
-    report = torch_pi2.sparsify(dense, tmp_path / "lora", TEXTS, **FEW, lora=4)
-    before, after = weights(dense), weights(tmp_path / "lora")
-    assert before.keys() == after.keys()
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed == {name for name in before if "proj" in name}
-    assert report.after.nats_per_token < report.before.nats_per_token - 0.3
-
-
-def test_without_peft(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(LibraryMissingError, match=r"peft: expected an installed peft, for lora, found .*pip install"):
-        torch_pi2.sparsify(dense, tmp_path / "lora", TEXTS, **FEW, lora=4)
 
 
 @pytest.mark.slow

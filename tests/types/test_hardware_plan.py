@@ -80,10 +80,6 @@ def test_damage_is_named(path: tuple, value: object, message: str) -> None:
     assert str(raised.value).startswith("plan.json, hardware, ")
 
 
-def test_older_plans_have_times_of_passes() -> None:
-    assert HardwarePlan.from_json(made().to_json() | {"passes": {"2": 1.25}}, LAYERS, "plan.json") == made()
-
-
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-5, 2000) | st.floats() | st.text(max_size=3),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),

@@ -4,7 +4,6 @@ A folder without dense weights (a store, quantised weights, shards) is evaluated
 """
 
 import argparse
-import math
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch_pi2.errors import ConfigError
 #: Largest default of ``--batch-size``.
 _WINDOWS = 8
 #: Fields in the table of models.
-_SHOWN = ("model", "bits_per_byte", "perplexity", "neurons_computed", "rows_used", "ffn_ms", "total_ms")
+_SHOWN = ("model", "bits_per_byte", "perplexity", "neurons_computed", "rows_used", "total_ms")
 EXAMPLE = "torch-pi2 eval my-sparse-model --max-tokens 20000 --json"
 
 
@@ -71,7 +70,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
                     by_task.setdefault(task, {})[form] = metrics
     text = common.text_of(args, tokenizer, args.max_tokens)
     if dense is not None:
-        return result | _compared(args, dense, sparse, tokenizer, text, plan)
+        return result | _compared(args, dense, sparse, tokenizer, text)
     if not args.lm_eval:
         result["sparse"] = _loss_and_work(args, sparse, tokenizer, text)
     return result | {"store": models.of_store(sparse)}
@@ -106,19 +105,17 @@ def _loss_and_work(args: argparse.Namespace, sparse: Any, tokenizer: Any, text: 
     return {**loss, **done.to_json()}
 
 
-def _compared(args: argparse.Namespace, dense: Any, sparse: Any, tokenizer: Any, text: str, plan: Any) -> dict:
-    from torch_pi2.eval.timing import ffn_modules, time_decode
+def _compared(args: argparse.Namespace, dense: Any, sparse: Any, tokenizer: Any, text: str) -> dict:
+    from torch_pi2.eval.timing import time_decode
 
     loss_dense, loss_sparse = _loss(args, dense, tokenizer, text), _loss_and_work(args, sparse, tokenizer, text)
     prompt = tokenizer(text[:2000], return_tensors="pt", add_special_tokens=False)["input_ids"][:, :64]
-    modules = ffn_modules(dense, [layer.site for layer in plan.layers])
-    how = {"new_tokens": args.decode_tokens, "rounds": args.rounds, "ffn_modules": modules}
+    how = {"new_tokens": args.decode_tokens, "rounds": args.rounds}
     ms_dense, ms_sparse = (timing.to_json() for timing in time_decode([dense, sparse], prompt, **how))
     return {
         "dense": {**loss_dense, **ms_dense},
         "sparse": {**loss_sparse, **ms_sparse},
         "loss_change": loss_sparse["nats_per_token"] / loss_dense["nats_per_token"] - 1,
-        "ffn_speedup": ms_dense["ffn_ms"] / (ms_sparse["ffn_ms"] or math.nan),
         "total_speedup": ms_dense["total_ms"] / ms_sparse["total_ms"],
     }
 

@@ -200,7 +200,6 @@ class Sparsify:
         add("--window", type=common.positive, default=512, help="tokens")
         add("--accumulate", type=common.positive, default=1, help="forward passes per step")
         add("--learning-rate", type=float, default=5e-5, metavar="F", help="peak learning rate")
-        add("--lora", type=common.count, default=0, help="train only adapters of this rank (peft); 0: all weights")
         distill = "share of the loss from the dense model's predictions (without SHARE: 0.5)"
         add("--distill", type=float, nargs="?", const=0.5, default=0.0, metavar="SHARE", help=distill)
         add("--float32", action="store_true", help="compute in float32, not in bfloat16")
@@ -212,7 +211,7 @@ class Sparsify:
         import torch_pi2
 
         common.check_out(args.out)
-        names = ("activation", "target_sparsity", "steps", "batch", "window", "accumulate", "learning_rate", "lora")
+        names = ("activation", "target_sparsity", "steps", "batch", "window", "accumulate", "learning_rate")
         heldout = args.heldout or (["stdlib-heldout"] if args.text == ["stdlib"] else None)
         dense, text = models.load_dense(args), _documents(args.text, "--text")
         how: Any = {**common.given(args, *names, "distill", "save_every", "seed"), "bf16": not args.float32}

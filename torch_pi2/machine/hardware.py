@@ -34,8 +34,6 @@ SOURCES = ("measured", "published")
 
 #: ``weights/activations``.
 KERNELS = ("int4/int8", "int4/float", "int8/int8", "int8/float", "bfloat16/float", "float16/float", "float32/float")
-#: Unused fields of version 1.
-_OBSOLETE = ("thread_factors", "cache_bytes", "cached", "cached_glue", "glue", "interference")
 
 
 @dataclass(frozen=True)
@@ -172,19 +170,9 @@ class Hardware:
 
     @staticmethod
     def from_json(text: str | bytes, where: str = "hardware profile") -> "Hardware":
-        """Inverse of :meth:`to_json`; also reads version 1. Raises ArtifactError: names ``where`` and the field."""
-        data = parse_json(text, where, FORMAT, 1, VERSION)
+        """Inverse of :meth:`to_json`. Raises ArtifactError: names ``where`` and the field."""
+        data = parse_json(text, where, FORMAT, VERSION)
         known = {k: v for k, v in data.items() if k not in ("format", "version")}
-        if data["version"] == 1:
-            known = {name: value for name, value in known.items() if name not in _OBSOLETE}
-            try:
-                memory, rates, reads = known.pop("memory"), known.pop("rates"), dict(known["reads"])
-                known["memory_gb_per_s"] = max(figure["gb_per_s"] for figure in memory if figure["row_bytes"] == 0)
-                known["kernels"] = rates["kernels"]
-                reads["rates"] = reads.pop("engines")[reads["engine"]]
-            except (KeyError, TypeError, ValueError, AttributeError):
-                wrong(where, "memory, rates and reads of version 1", "damage")
-            known = known | {"reads": reads}
         hardware = from_json(Hardware, known, where, FIX)
         _check(hardware, where)
         return hardware

@@ -31,7 +31,6 @@ class SparsifySettings:
         steps: of the optimiser; 0: one pass over the text.
         batch: windows per step, over all processes. window: tokens per window. accumulate: forward passes per step.
         learning_rate: the peak; a cosine decays to a tenth of it (TurboSparse's 5e-5 to 5e-6).
-        lora: rank of LoRA adapters on all linear layers (package peft), merged at the end; 0: train all weights.
         distill: weight of the divergence from the dense model's predictions in the loss; the rest is the loss on the
             text. 0: the dense model is not kept.
         bf16: compute in bfloat16 (autocast; weights and optimiser stay float32).
@@ -46,7 +45,6 @@ class SparsifySettings:
     window: int = limited(2, default=512)
     accumulate: int = limited(1, default=1)
     learning_rate: float = limited(0, 1, above=True, default=5e-5)
-    lora: int = limited(default=0)
     distill: float = limited(0, 1, default=0.0)
     bf16: bool = True
     save_every: int = limited(default=0)

@@ -23,7 +23,7 @@ from torch_pi2.profiling.data import digest, opening_of
 from torch_pi2.store.folder import check_separate
 from torch_pi2.store.trust import tokenizer_of
 from torch_pi2.training.settings import STEER_EVERY, ResumeInfo, SparsifySettings
-from torch_pi2.training.student import Code, student_of, with_lora
+from torch_pi2.training.student import Code, student_of
 from torch_pi2.training.trainer import alone, train, training_arguments
 from torch_pi2.training.zeros import Measured, Zeros, measure
 from torch_pi2.types.plan import weights_hash
@@ -68,7 +68,7 @@ class SparsifyReport:
         return {"format": FORMAT, "version": VERSION, **asdict(self)}
 
     def lines(self) -> dict[str, str]:
-        """The report as text, for a terminal and the model card."""
+        """The report as text, for a terminal."""
         by_layer = ", ".join(percent(share) for share in self.after.zeros.values())
         passes = self.tokens / self.text_tokens
         return {
@@ -84,7 +84,6 @@ def _recipe(settings: SparsifySettings) -> str:
     parts = [
         f"{settings.activation}, a penalty on the neurons' values steered to {percent(settings.target_sparsity)} zeros",
         f"learning rate {settings.learning_rate:g}",
-        f"LoRA of rank {settings.lora}" if settings.lora else "all weights",
         f"{percent(settings.distill)} of the loss from the dense model's predictions" if settings.distill else "",
         "bfloat16" if settings.bf16 else "float32",
     ]
@@ -162,17 +161,14 @@ def sparsify(
             resume = ResumeInfo(*about, *_measure_before(dense, student, zeros, heldout_NT, arguments))
             if first:
                 resume.save(folder)
-        trained = with_lora(student, chosen.lora, chosen.seed) if chosen.lora else student
         place, training = next(dense.parameters()).device, dense.training
         try:
             teacher, given = dense.eval() if chosen.distill else None, (train_NT, heldout_NT, chosen, arguments)
-            curve = train(trained, zeros, *given, teacher=teacher, begins=resume.changed, progress=progress)
+            curve = train(student, zeros, *given, teacher=teacher, begins=resume.changed, progress=progress)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"the same command resumes from {folder}") from None
         finally:
             dense.to(place).train(training)
-        if chosen.lora:
-            student = trained.merge_and_unload()
         student.to(next(dense.parameters()).dtype)
         after = _measured(student, zeros, heldout_NT, arguments)
         zeros.remove()

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.base.package import needed
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.graph.find import search
 from torch_pi2.ops.activations import exact_zeros
@@ -66,15 +65,6 @@ def _check(sites: Sequence[FFNSite], kind: Any, named: Sequence[str], activation
         found = f"{wrong[0].form} in {wrong[0].key} after {', '.join(named)} became relu" if named else "no such field"
         fix = "Its activation is fixed in its modelling code: change it there, and train the model as it is then."
         raise UnsupportedModelError(f"activation of {kind.__name__}", expected=expected, found=found, fix=fix)
-
-
-def with_lora(student: Any, rank: int, seed: int) -> Any:
-    """``student`` with LoRA adapters, trained alone, on linear layers but the output. Raises LibraryMissingError."""
-    with needed("peft", "train", "an installed peft, for lora"):
-        from peft import LoraConfig, get_peft_model
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        return get_peft_model(student, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
 
 
 _MODULE = "modeling_drelu"

@@ -317,7 +317,6 @@ class PromptPlan:
     Attributes:
         dense_from: by layer, number of tokens per call from which every neuron is computed; 0: never. Calls of no more
             tokens than the largest bucket has sequences are steps in any case.
-        chunk_tokens: unused; files of earlier versions have it.
     """
 
     dense_from: tuple[int, ...]
@@ -362,10 +361,6 @@ class HardwarePlan:
     @staticmethod
     def from_json(data: Any, layers: Sequence[tuple[str, int, int]], where: str) -> "HardwarePlan":
         """Inverse of :meth:`to_json`; ``layers``: key, ``n_hot``, neurons. Raises ArtifactError: wrong fields."""
-        if isinstance(data, dict):  # older plans have "passes", and "chunk_tokens" for prompts
-            data = {name: value for name, value in data.items() if name != "passes"}
-            if isinstance(data.get("prompt"), dict):
-                data["prompt"] = {name: value for name, value in data["prompt"].items() if name != "chunk_tokens"}
         plan = from_json(HardwarePlan, data, f"{where}, hardware", _FIX)
         _check(plan, Field(data, f"{where}, hardware", _FIX), layers)
         return plan
