@@ -18,8 +18,6 @@ from torch_pi2.errors import Pi2Error as Pi2Error
 _STUB = Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
 #: Public name -> its module, as type checkers see it; each is imported when it is first used (PEP 562).
 _MODULE_OF = {name: module for module, name in re.findall(r"^from (\S+) import (\w+) as \2$", _STUB, re.MULTILINE)}
-#: Names of earlier releases -> what replaces them.
-_REMOVED = {"export_gguf": "run llama.cpp's convert_hf_to_gguf.py on the folder of the dense checkpoint"}
 
 __all__ = sorted(_MODULE_OF)
 
@@ -31,8 +29,7 @@ globals().pop("export", None)
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
-        advice = f" any more: {_REMOVED[name]}" if name in _REMOVED else ""
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{advice}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_MODULE_OF[name]), name)
     globals()[name] = value
     return value

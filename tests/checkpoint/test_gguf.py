@@ -551,10 +551,6 @@ def test_arguments(made: Any, tmp_path: Path) -> None:
     _, _, file = made("llama")
     with pytest.raises(ConfigError, match=r"neurons=\.\.\."):
         torch_pi2.import_gguf(file, tmp_path / "out", neurons="some")
-    with pytest.raises(
-        AttributeError, match=r"no attribute 'export_gguf' any more: run llama.cpp's convert_hf_to_gguf"
-    ):
-        _ = torch_pi2.export_gguf
     assert list(tmp_path.iterdir()) == []
 
 

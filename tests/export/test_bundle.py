@@ -322,13 +322,9 @@ def test_what_a_program_consists_of(folder: Path, tmp_path: Path) -> None:
     assert found["methods"]["decode_b1"]["delegates"]["XnnpackBackend"] > 1
     assert found["methods"]["decode_b2"]["delegates"] == {}
     assert found["methods"]["decode_b2"]["operators"]["aten::index_put.out"] == 2
-    sizes = found["bytes"]
-    delegates = sum(sizes["delegates"].values())
-    assert sizes["named"] > VOCAB * 16 * 4  # the head's weights
-    assert sizes["constants"] > 2 * VOCAB * 16 * 4  # embedding, and the head of the methods without delegates
-    assert sum(v for k, v in sizes.items() if k != "delegates") + delegates == (folder / "model.pte").stat().st_size
+    assert found["named_bytes"] > VOCAB * 16 * 4  # the head's weights
     cut = tmp_path / "cut.pte"
-    for size in (0, 5, 60, 2000, sizes["program"] + 10, (folder / "model.pte").stat().st_size - 1):
+    for size in (0, 5, 60, 2000, (folder / "model.pte").stat().st_size - 1):
         cut.write_bytes((folder / "model.pte").read_bytes()[:size])
         with pytest.raises(ArtifactError, match=r"cut\.pte: expected a whole program of ExecuTorch, found damage"):
             describe_program(cut)

@@ -336,54 +336,32 @@ def stays_dense(left: dict[str, str]) -> list[str]:
 
 
 def describe_bundle(folder: Path, verify: bool, progress: bool) -> dict[str, Any]:
-    """The manifest of a bundle, and facts read from its program (``unknown``: why it was not read) and store, as JSON
-    values. Raises ArtifactError: the manifest or a file is missing, damaged, or does not belong to the bundle.
+    """The manifest of a bundle, and facts read from its program (``unknown``: why it was not read), as JSON values.
+
+    Raises ArtifactError: the manifest or a file is missing, damaged, or does not belong to the bundle.
     """
     from torch_pi2.export.describe import describe_program
-    from torch_pi2.export.manifest import PROGRAM_FILE, STORE_FILE, Manifest
+    from torch_pi2.export.manifest import PROGRAM_FILE, Manifest
     from torch_pi2.export.qnn.settings import REPORT_FILE, read_report
 
     manifest = Manifest.load(folder)
     read = manifest.verify(folder, "all" if verify else "sizes", progress=progress)
-    program: dict[str, Any] = {"methods": {}, "bytes": {}}
+    program: dict[str, Any] = {"methods": {}}
     unknown = None
     try:
         program = describe_program(folder / PROGRAM_FILE)
     except LibraryMissingError as error:
         unknown = str(error)
     files = {name: entry.bytes for name, entry in manifest.files.items()}
-    parts, sizes = {"program": files[PROGRAM_FILE]}, program["bytes"]
-    if sizes:
-        constants = sizes["constants"] + sizes["mutable"]
-        parts = {"graphs": sizes["program"], "constants": constants, "weights of delegates": sizes["named"]}
-        parts |= {**sizes["delegates"], "padding": sizes["padding"]}
-        parts = {f"program: {name}": size for name, size in parts.items()}
-    if STORE_FILE in files:
-        parts |= _store_parts(folder / STORE_FILE)
-    others = (size for name, size in files.items() if name not in (PROGRAM_FILE, STORE_FILE))
     methods = {}
     for name, method in manifest.methods.items():
         methods[name] = {"kind": method.kind, "batch": method.batch, "max_tokens": method.max_tokens}
         methods[name] |= {"hot_chunks": list(method.hot_chunks)}
         methods[name] |= program["methods"].get(name, {"delegates": {}, "operators": {}})
     about = {"contains": ["bundle"], "files": files, "bytes": sum(files.values()), "manifest": manifest.to_json()}
-    about |= {"methods": methods, "parts": parts | {"configuration and tokenizer": sum(others)}, "unknown": unknown}
+    about |= {"methods": methods, "unknown": unknown}
     npu = read_report(folder / REPORT_FILE) if REPORT_FILE in files else None
     return about | {"verified_bytes": read if verify else None, "npu": npu}
-
-
-def _store_parts(path: Path) -> dict[str, int]:
-    """Bytes of model.pi2 by part."""
-    from torch_pi2.store.storefile import StoreReader
-
-    try:
-        with StoreReader(path) as store:
-            parts = store.regions()
-            predictors = sum(spec.nbytes for name, spec in store.specs.items() if ".predictor." in name)
-    except Pi2Error:  # its size is right; --verify and running it report the damage
-        return {"store: unreadable": path.stat().st_size}
-    parts |= {"predictors": parts["predictors"] + predictors, "biases": parts.pop("floats") - predictors}
-    return {f"store: {name.replace('_', ' ')}": size for name, size in parts.items() if size}
 
 
 def render_bundle(result: dict[str, Any]) -> str:

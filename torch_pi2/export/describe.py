@@ -98,7 +98,7 @@ def _fixed_bytes(folder: Path, packed_copies: int, planned: tuple[int, int], pre
     of weights that XNNPACK repacks. ``predictors``: bytes, with biases. ``tokens``: most of one call.
     """
     tokenizer = (folder / "tokenizer.json").stat().st_size if (folder / "tokenizer.json").is_file() else 0
-    packed = describe_program(folder / manifest.PROGRAM_FILE)["bytes"]["named"]
+    packed = describe_program(folder / manifest.PROGRAM_FILE)["named_bytes"]
     size = (folder / manifest.PROGRAM_FILE).stat().st_size + (packed_copies - 1) * packed + sum(planned) + predictors
     if (folder / manifest.STORE_FILE).is_file():
         with StoreReader(folder / manifest.STORE_FILE) as store:
@@ -156,9 +156,8 @@ def describe_program(path: str | Path) -> dict[str, Any]:
     public one in Python.
 
     Returns:
-        ``methods``: name -> ``delegates`` (backend -> calls) and ``operators`` (CPU kernel -> calls). ``bytes``:
-            ``program`` (graphs), ``constants``, ``mutable`` (initial values), ``delegates`` (backend -> bytes of its
-            blobs; shared ones count once), ``named`` (weights of delegates by name), and ``padding``.
+        ``methods``: name -> ``delegates`` (backend -> calls) and ``operators`` (CPU kernel -> calls).
+            ``named_bytes``: of the weights that delegates have by name.
 
     Raises:
         LibraryMissingError: ExecuTorch is not installed. ArtifactError: the file is missing, cut, or no program.
@@ -179,7 +178,8 @@ def describe_program(path: str | Path) -> dict[str, Any]:
                 raise ValueError(f"{whole} of {end} bytes")
             program = reader._flatbuffer_to_program(data)
         methods = {plan.name: _method(plan) for plan in program.execution_plan}
-        return {"methods": methods, "bytes": _bytes(program, len(data), whole)}
+        named = {entry.segment_index for entry in program.named_data or ()}
+        return {"methods": methods, "named_bytes": sum(program.segments[i].size for i in named)}
     except Exception as error:  # the reader raises many types for damage
         expected, fix = "a whole program of ExecuTorch", "Copy the bundle again, or export again."
         found = f"damage ({str(error) or type(error).__name__})"
@@ -197,29 +197,3 @@ def _method(plan: Any) -> dict[str, dict[str, int]]:
             found = plan.operators[instruction.op_index]
             operators[f"{found.name}.{found.overload}" if found.overload else found.name] += 1
     return {"delegates": dict(delegates.most_common()), "operators": dict(operators.most_common())}
-
-
-def _bytes(program: Any, program_bytes: int, whole: int) -> dict[str, Any]:
-    """Bytes of the file by purpose; the rest is padding."""
-    sizes = [segment.size for segment in program.segments]
-    parts: dict[str, Any] = {"program": program_bytes, "constants": 0, "mutable": 0, "named": 0, "delegates": {}}
-    if program.constant_segment and program.constant_segment.offsets:
-        parts["constants"] = sizes[program.constant_segment.segment_index]
-    for mutable in program.mutable_data_segments or ():
-        parts["mutable"] += sizes[mutable.segment_index]
-    parts["named"] = sum(sizes[i] for i in {entry.segment_index for entry in program.named_data or ()})
-    seen: set[int] = set()
-    for delegate in (d for plan in program.execution_plan for d in plan.delegates):
-        place = delegate.processed
-        if place.location == 0:  # in the flatbuffer itself
-            count = len(program.backend_delegate_data[place.index].data)
-            parts["program"] -= count
-        elif place.index in seen:
-            continue
-        else:
-            seen.add(place.index)
-            count = sizes[place.index]
-        parts["delegates"][delegate.id] = parts["delegates"].get(delegate.id, 0) + count
-    known = sum(parts[name] for name in ("program", "constants", "mutable", "named"))
-    parts["padding"] = whole - known - sum(parts["delegates"].values())
-    return parts
