@@ -15,7 +15,7 @@ import pytest
 import tiny_experts
 import tiny_models
 import torch
-from sharding import ANSWERS, FEW, answers_of_one, check_answers, made_in_parts, saved, together
+from sharding import ANSWERS, FEW, answers_of_one, check_answers, made_in_parts, result_of_one, saved, together
 
 import torch_pi2
 from torch_pi2.errors import ConfigError
@@ -62,6 +62,18 @@ _SLOW = ("thresholds of neurons", "signs", "biases")
 def test_two_processes_have_the_bits_of_one(made: Path, name: str, tmp_path: Path) -> None:
     together(tmp_path, ANSWERS, 2, made / name / "2", "chunks", "", "")
     check_answers(tmp_path, 2, answers_of_one(made / name / "store"), same=() if name == "experts" else BITS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reduction", ["chunks", "ranks"])
+def test_the_bias_of_a_method_is_added_once(reduction: str, tmp_path: Path) -> None:
+    methods = Path(__file__).parents[2] / "examples" / "methods"
+    saved(tmp_path, _llama(mlp_bias=True), text=TEXT, method=f"{methods}/spon.py:Spon", sparsity=0.5)
+    torch_pi2.pack(tmp_path / "store", tmp_path / "2", ranks=2)
+    known = f"sys.path.append({str(methods)!r})\nimport spon\n"
+    together(tmp_path / "out", known + ANSWERS, 2, tmp_path / "2", reduction, "", "")
+    wanted = result_of_one(tmp_path / "store", "sharding.answers(model, False)", known)
+    check_answers(tmp_path / "out", 2, wanted, same=BITS if reduction == "chunks" else ())
 
 
 @pytest.mark.slow

@@ -338,14 +338,6 @@ def test_what_is_skipped_may_become_a_bias(name: str, kind: Any, weights: str, t
         torch_pi2.export(model, tmp_path / "bundle", max_tokens=32)
 
 
-@torch.no_grad()
-def test_a_bias_of_shards_is_added_once(tmp_path: Path) -> None:
-    model = optimised("llama", BiasedCuts())
-    torch_pi2.save(model, tmp_path / "saved")
-    torch_pi2.pack(tmp_path / "saved", tmp_path / "shards", ranks=1)
-    torch.testing.assert_close(logits(torch_pi2.load(tmp_path / "shards")), logits(model), atol=1e-4, rtol=1e-4)
-
-
 def test_a_bias_that_cannot_be_added_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="a method without it: experts have no such bias"):
         torch_pi2.optimize(tiny_mixture(), IDS, method=Biased(), **HOW)
