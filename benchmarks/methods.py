@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     plain = make()
     calibration = common.stdlib_sample("train", tokenizer, args.calibration_tokens)
     texts = {name: TEXTS[name](tokenizer, args.tokens) for name in args.texts}
-    how: dict[str, Any] = {"tokens": args.tokens, "window": args.window, "rounds": args.rounds, "store": args.store}
+    how: dict[str, Any] = {"tokens": args.tokens, "window": args.window}
     how |= {"calibration_tokens": args.calibration_tokens, **WEIGHTS[args.weights]}
     given: Any = {"tokenizer": tokenizer, "progress": True}
     if args.ranks:
@@ -100,10 +100,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         ranks, methods = [], cases(args.methods, args.bytes, plain)
     about = {**how, "model": args.model.name, "threads": torch.get_num_threads(), "texts": args.texts}
     kept = Kept(args.cases or WORK / f"methods-{args.model.stem}-{args.weights}.jsonl", about)
+    file = args.model if args.model.suffix == ".gguf" else None
+    how |= {"calibration": calibration, "each": kept.add, "file": file, "keep": kept.path.with_suffix(""), **given}
+    model = plain if file else make
     left = {name: method for name, method in methods.items() if name not in kept.rows}
     if left or "dense" not in kept.rows:
-        torch_pi2.compare(make, left, texts, calibration=calibration, each=kept.add, **how, **given)
-    rows = [row for name in ("dense", *methods) for row in kept.rows[name]]
+        torch_pi2.compare(model, left, texts, rounds=0, **how)
+    left = {name: method for name, method in methods.items() if name not in kept.speeds}
+    if args.rounds and (left or "dense" not in kept.speeds):
+        torch_pi2.compare(model, left, texts, rounds=args.rounds, store=args.store, scored=False, **how)
+    rows = [kept.speeds.get(name, {}) | row for name in ("dense", *methods) for row in kept.rows[name]]
     figures = {row["method"]: row for row in rows}
     return {
         "synthetic": getattr(plain.config, "torch_pi2_synthetic", False),
@@ -147,26 +153,37 @@ def cases(names: str, shares: list[float], model: nn.Module) -> dict[str, Any]:
 
 
 class Kept:
-    """Rows of finished cases in a file of JSON lines, those made with the same settings ``about``."""
+    """Rows of finished cases in a file of JSON lines, those made with the same settings ``about``: ``rows`` of each
+    method, one for each text, and its ``speeds``.
+    """
 
     def __init__(self, path: Path, about: dict[str, Any]) -> None:
-        self.path, self.about, self.rows = path, about, dict[str, list[dict[str, Any]]]()
+        self.path, self.about = path, about
+        self.rows, self.speeds = dict[str, list[dict[str, Any]]](), dict[str, dict[str, Any]]()
         for line in path.read_text().splitlines() if path.is_file() else []:
             with suppress(ValueError):  # cut off
                 kept = json.loads(line)
                 if kept["about"] == about:
-                    self.rows.setdefault(kept["row"]["method"], []).append(kept["row"])
+                    self._keep(kept["row"])
         self.rows = {name: rows for name, rows in self.rows.items() if len(rows) == len(about["texts"])}
 
+    def _keep(self, row: dict[str, Any]) -> bool:
+        """False: it was known."""
+        name, known = row["method"], len(self.rows.get(row["method"], []))
+        if "text" not in row:
+            return self.speeds.setdefault(name, row) is row
+        if known < len(self.about["texts"]):
+            self.rows.setdefault(name, []).append(row)
+        return known < len(self.about["texts"])
+
     def add(self, row: dict[str, Any]) -> None:
-        """A row of :func:`compare`; of a method that was there before, nothing is added."""
+        """A row of :func:`compare`."""
         name, _, asked = row["method"].rpartition(" ")
-        known = self.rows.setdefault(row["method"], [])
-        if len(known) < len(self.about["texts"]):
-            known.append(row | ({"asked": float(asked)} if name and asked.replace(".", "").isdigit() else {}))
+        row |= {"asked": float(asked)} if name and asked.replace(".", "").isdigit() else {}
+        if self._keep(row):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a") as file:
-                file.write("\n" + json.dumps({"about": self.about, "row": known[-1]}))
+                file.write("\n" + json.dumps({"about": self.about, "row": row}))
 
 
 def _stdlib(tokenizer: Any, tokens: int) -> str:
@@ -235,7 +252,7 @@ def floats(args: argparse.Namespace) -> tuple[Callable[[], Any], Any]:
 
     def make() -> Any:
         if folder != args.model:
-            return torch_pi2.load_dense(folder, dtype=torch.float32)
+            return torch_pi2.load_dense(folder, dtype=torch.bfloat16)
         return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust, dtype=torch.float32).eval()
 
     return make, AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)

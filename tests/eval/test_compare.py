@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch_pi2 import compare
 from torch_pi2.errors import CalibrationError, ConfigError
 from torch_pi2.eval.compare import Beside
 
+GOLDEN = Path(__file__).parents[1] / "data" / "gguf" / "tiny-llama.q4_k_m.gguf"
 DRAWN = torch.Generator().manual_seed(0)
 IDS, HELD = (torch.randint(3, 64, (rows, 32), generator=DRAWN) for rows in (20, 6))
 HOW: dict[str, Any] = {"calibration": IDS, "window": 32, "seq_len": 32, "rounds": 0}
@@ -151,3 +153,24 @@ def test_what_cannot_be_compared_is_said_at_once() -> None:
             compare(tiny("llama"), methods, HELD, **HOW | fields)
     with pytest.raises(CalibrationError):
         compare(tiny("llama"), [First()], HELD[:1, :8], **HOW)
+
+
+def test_models_of_a_files_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a GGUF file: gate and up in Q4_K, down in int8 for Q6_K. What was fitted is taken from ``keep``."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    torch_pi2.import_gguf(GOLDEN, tmp_path / "imported")
+    plain = torch_pi2.load_dense(tmp_path / "imported", dtype=torch.float32)
+    registered = torch_pi2.register_method(First)
+    how = HOW | {"file": GOLDEN, "keep": tmp_path / "kept"}
+    dense, half, inputs = torch_pi2.compare(plain, [registered(0.5), Magnitude()], HELD, **how)
+    bits = {"q4_k": 4.5, "q6_k": 6.5625, "int8": 8.5}
+    per_neuron, dense_bits = 2 * bits["q4_k"] + bits["int8"], 2 * bits["q4_k"] + bits["q6_k"]
+    table = 4 * 3 / 8  # bytes of float32 a weight, of an eighth of a layer's
+    assert half["ffn_bytes"] == pytest.approx((0.5 * per_neuron / 8 + table) / (dense_bits / 8), rel=1e-3)
+    assert half["kl"] > dense["kl"] > 0  # int8 activations
+    assert 0.3 < inputs["ffn_bytes"] < 0.5
+    again = torch_pi2.compare(plain, [registered(0.5)], HELD, scored=False, **how | {"rounds": 2})
+    assert [row["method"] for row in again] == [row["method"] for row in (dense, half)]
+    assert again[1]["fit_s"] < half["fit_s"]
+    assert again[1]["speed"] > 0
+    assert "loss" not in again[1]

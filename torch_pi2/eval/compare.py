@@ -5,10 +5,10 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Annotated, Any
 
 import torch
@@ -16,8 +16,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from torch_pi2 import api
+from torch_pi2.base.dtypes import format_name
 from torch_pi2.base.fields import argument, checked, to_json
 from torch_pi2.base.modules import evaluating
+from torch_pi2.checkpoint.gguf.importing import import_gguf
 from torch_pi2.checkpoint.pack import pack
 from torch_pi2.checkpoint.save_load import load, save
 from torch_pi2.decode.budget import set_budget, stats
@@ -26,19 +28,30 @@ from torch_pi2.errors import Pi2Error
 from torch_pi2.eval.loss import logits_of
 from torch_pi2.eval.timing import time_decode
 from torch_pi2.eval.work import work
-from torch_pi2.formats import FLOAT, FORMATS
+from torch_pi2.fitting.fit import fit_methods
+from torch_pi2.formats import formats_of, row_bytes
+from torch_pi2.graph.find import find_sites
 from torch_pi2.layers.inputs import InputSparseLinear
 from torch_pi2.layers.linear import QuantLinear
+from torch_pi2.layers.of_model import sparse_layers
+from torch_pi2.planner.hot_neurons import greedy_plan
+from torch_pi2.predict.file import PREDICTORS_FILE, FittedPredictors, load_predictors, save_predictors
 from torch_pi2.predict.method import InputMethod, SparseMethod
 from torch_pi2.profiling.data import calibration_batches
-from torch_pi2.rewrite.state import get_state
+from torch_pi2.profiling.samples import Samples, collect_samples
+from torch_pi2.rewrite.state import SparseState, get_state
 from torch_pi2.types.config import Config
 from torch_pi2.types.method import PREDICTED, Fitted
+from torch_pi2.types.plan import Plan
+from torch_pi2.types.site import FFNSite
+from torch_pi2.types.stats import ActivationStats
 
 Row = dict[str, Any]
 #: Most memory for what the dense model says of all windows; if it takes more, it is asked again for each method.
 _KEPT_BYTES = 4 << 30
 _DECODED = 32
+#: Calibration tokens that methods are fitted to, at most.
+_FIT_TOKENS = 8192
 
 
 @dataclass
@@ -95,6 +108,9 @@ def compare(
     rounds: int = 5,
     store: bool = False,
     each: Callable[[dict[str, Any]], Any] | None = None,
+    file: Path | None = None,
+    keep: Path | None = None,
+    scored: bool = True,
     progress: bool = False,
     **fields: Annotated[Any, Config],
 ) -> Comparison:
@@ -113,6 +129,10 @@ def compare(
         rounds: of decoding 32 tokens after half a window, in turn with dense (:class:`Decoder`); 0: none.
         store: also decode over a store in a temporary folder, with a budget for half of the neurons.
         each: called with each row when it is there.
+        file: the GGUF file of which ``model`` has the dequantised weights: models are made of its rows. An
+            ``InputMethod`` and methods that change the model first, which need others, have weights in int8.
+        scored: False: only decoding is timed, and rows have no text.
+        keep: a folder for what methods are fitted to, which another call with the same arguments takes from there.
         fields: of :class:`Config`, for all methods (``weights="int4"``).
 
     Returns:
@@ -134,29 +154,24 @@ def compare(
     named = text if isinstance(text, Mapping) else {"": text}
     texts = {name: _windows(plain, y, tokenizer, tokens, window) for name, y in named.items()}
     prompt_1T = next(iter(texts.values()))[0][:, : window // 2]
-    shared, decoders, rows = dict[str, Any](), list[Decoder](), Comparison()
+    texts = texts if scored else {}
+    decoders, rows = list[Decoder](), Comparison()
+    maker = _Maker(model, plain, file, keep, (calibration, {"tokenizer": tokenizer, "progress": progress}))
 
     def says(ids_1T: torch.Tensor) -> torch.Tensor:
         with evaluating(plain):
             return F.log_softmax(_second_half(plain, ids_1T).float(), -1)
 
     dense = lru_cache(_KEPT_BYTES // (2 * says(prompt_1T).nbytes))(says)
-    bits = {name: form.bits_per_weight for name, form in FORMATS.items()}
-    bits[FLOAT] = 8 * next(plain.parameters()).element_size()
+    dense_bytes = width = 0.0
     for name, config in configs.items():
         made, found, row = None, dict[str, Row](), Row()
         del decoders[1:]  # no more than one copy beside the dense one
         try:
-            made = copy.deepcopy(model) if plain is model else model()
-            how: Any = {"tokenizer": tokenizer, "config": config, "progress": progress}
-            if isinstance(config, Config) and not any(map(_alone, config._custom.values())):
-                key = str(to_json(config))
-                how["stats"] = shared[key] = shared.get(key) or api.profile(made, calibration, **how)
-            started = time.perf_counter()
-            config(made) if callable(config) else api.optimize(made, calibration, **how)
-            row["fit_s"] = time.perf_counter() - started
-            width = bits[configs["dense"].weights] / 8
-            found = {of: _beside(plain, made, dense, windows, width) for of, windows in texts.items()}
+            made = maker.make(name, config, row)
+            if name == "dense":
+                dense_bytes, width = _ffn_bytes(made, find_sites(plain)), maker.width
+            found = {of: _beside(plain, made, dense, windows, dense_bytes, width) for of, windows in texts.items()}
             if rounds:
                 decoders.append(Decoder(made, max_tokens=prompt_1T.shape[1] + _DECODED + 1))
                 row |= _speed(decoders, prompt_1T, rounds)
@@ -165,11 +180,99 @@ def compare(
             if name == "dense":
                 raise
             row["refused"] = str(error)
-        for of in texts:
+        for of in texts or [""]:
             rows.append({"method": name} | ({"text": of} if of else {}) | found.get(of, {}) | row)
             if each is not None:
                 each(rows[-1])
     return rows
+
+
+class _Maker:
+    """Makes the models of a comparison; methods of neurons share statistics and samples. Arguments as there;
+    ``given``: calibration data, and keywords of :func:`optimize`.
+    """
+
+    def __init__(self, model: Any, plain: nn.Module, file: Path | None, keep: Path | None, given: Any) -> None:
+        self._model, self._plain, self._file, self._keep = model, plain, file, keep
+        self._calibration, self._how = given
+        self._stats: dict[str, ActivationStats] = {}
+        self._samples: dict[str, Mapping[str, Samples]] = {}
+        self._sites: list[FFNSite] = []
+        self._scratch = tempfile.TemporaryDirectory()
+
+    @property
+    def width(self) -> float:
+        """Bytes of a weight of linear layers with sparse inputs, as dense."""
+        return row_bytes("int8", 32) / 32 if self._file else next(self._plain.parameters()).element_size()
+
+    def make(self, name: str, config: Any, row: Row) -> nn.Module:
+        """The model of a row, which gets the seconds it took."""
+        if self._file is not None and name == "dense":
+            row["fit_s"] = 0.0
+            return load(self._file)
+        alone = callable(config) or name == "dense" or any(map(_alone, config._custom.values()))
+        kept = self._keep and self._keep / name.replace(" ", "-")
+        ready = kept is not None and (kept / PREDICTORS_FILE).is_file()
+        if not alone and not ready:
+            self._measure(config)
+        started = time.perf_counter()
+        if alone:
+            made = self._copy()
+            if callable(config):
+                config(made)
+            else:
+                config = replace(config, weights="int8") if self._file is not None else config
+                api.optimize(made, self._calibration, config, **self._how)
+        elif self._file is not None:
+            parts = self._parts(config, kept)
+            row["fit_s"] = time.perf_counter() - started
+            import_gguf(self._file, Path(self._scratch.name) / "sparse", parts=parts)
+            return load(Path(self._scratch.name) / "sparse")
+        else:
+            made, parts = self._copy(), self._parts(config, kept)
+            known: Any = {"stats": parts.stats, "predictors": parts.predictors}
+            api.optimize(made, self._calibration, config, **known, **self._how)
+        row["fit_s"] = time.perf_counter() - started
+        return made
+
+    def _copy(self) -> nn.Module:
+        made: nn.Module = copy.deepcopy(self._model) if self._plain is self._model else self._model()
+        return made
+
+    def _measure(self, config: Config) -> ActivationStats:
+        """Statistics, and for methods of one's own samples."""
+        key = str(to_json(config))
+        if key not in self._stats:
+            self._stats[key] = api.profile(self._plain, self._calibration, config=config, **self._how)
+            self._sites = self._sites or find_sites(self._plain)
+        if config._custom and key not in self._samples:
+            data = calibration_batches(self._plain, self._calibration, self._how["tokenizer"], config)
+            cuts = {site.key: self._stats[key][site.key].cut for site in self._sites}
+            self._samples[key] = collect_samples(self._plain, data, self._sites, _FIT_TOKENS, thresholds=cuts)
+        return self._stats[key]
+
+    def _parts(self, config: Config, kept: Path | None) -> SparseState:
+        stats = None if self._file else self._measure(config)
+        if kept is not None and (kept / PREDICTORS_FILE).is_file():
+            return SparseState(Plan.load(kept), load_predictors(kept), stats)
+        stats, fitted = self._measure(config), FittedPredictors()
+        if config._custom:
+            fitted.update(fit_methods(self._plain, self._sites, config, self._samples[str(to_json(config))]))
+        elif config.method in PREDICTED:
+            fitted = api.fit(self._plain, self._calibration, stats=stats, config=config, **self._how)
+        fitted.model_hash = stats.model_hash
+        sites = [api._read_as(site, stats[site.key]) for site in self._sites]
+        made = SparseState(greedy_plan(sites, stats, fitted, config, 2.0), fitted, stats)
+        if kept is not None:
+            kept.mkdir(parents=True, exist_ok=True)
+            made.plan.save(kept)
+            save_predictors(kept, fitted, stats.model_hash)
+        return made
+
+
+def _alone(method: Any) -> bool:
+    """Whether the statistics of the model's neurons are not of use to ``method``."""
+    return isinstance(method, InputMethod) or type(method).prepare is not Fitted.prepare
 
 
 def _name(method: Any) -> str:
@@ -193,15 +296,28 @@ def _second_half(model: nn.Module, ids_1T: torch.Tensor) -> torch.Tensor:
     return logits_of(model, ids_1T[:, :-1])[0, ids_1T.shape[1] // 2 :]
 
 
-def _alone(method: Any) -> bool:
-    """Whether the statistics of the model's neurons are not of use to ``method``."""
-    return isinstance(method, InputMethod) or type(method).prepare is not Fitted.prepare
+def _row_bytes(layer: Any, kind: str) -> int:
+    return row_bytes(kind, layer.site.hidden)
+
+
+def _ffn_bytes(model: nn.Module, sites: list[FFNSite]) -> float:
+    """Bytes of the dense FFNs, as neurons or as linear layers."""
+    if layers := sparse_layers(model):
+        return float(sum(y.neuron_rows.nbytes for y in layers))
+    names = [ref.weight.removesuffix(".weight") for site in sites for ref in site.refs.values()]
+    linears: Any = [model.get_submodule(name) for name in names]
+    return float(sum(getattr(y, "rows", y.weight).nbytes for y in linears))
 
 
 def _beside(
-    plain: nn.Module, model: nn.Module, dense: Callable[[Any], Any], windows: list[torch.Tensor], width: float
+    plain: nn.Module,
+    model: nn.Module,
+    dense: Callable[[Any], Any],
+    windows: list[torch.Tensor],
+    dense_bytes: float,
+    width: float,
 ) -> Row:
-    """``width``: bytes of a weight."""
+    """``dense_bytes``: of the dense model's FFNs. ``width``: bytes of a weight of layers with sparse inputs."""
     inputs = [module for module in model.modules() if isinstance(module, InputSparseLinear)]
     for module in inputs:
         module.used = module.seen = 0
@@ -219,11 +335,18 @@ def _beside(
         sizes = [width * plain.get_parameter(f"{name}.weight").numel() for name in names - still]
         used = [(1.0, y) for y in beside] + [(y.used / y.seen, y) for y in inputs]
         share = sum(part * width * y.in_features * y.out_features for part, y in used) / sum(sizes)
+    elif layers := sparse_layers(model):
+        plans, methods = get_state(model).plan.layers, get_state(model).predictors
+        own = [m for y in plans if (m := methods.get(y.site.key)) and (y.method in PREDICTED or hasattr(m, "cut_I"))]
+        first, down = (
+            fmean(_row_bytes(y, formats_of(format_name(y.weights, y.neuron_rows.dtype))[i]) for y in layers)
+            for i in range(2)
+        )
+        tokens = done.neurons / sum(y.site.intermediate for y in layers)
+        sizes = [dense_bytes]
+        share = ((done.gate_rows + done.up_rows) * first + done.down_rows * down) / tokens / dense_bytes
     else:
-        layers, methods = get_state(model).plan.layers, get_state(model).predictors
-        own = [m for y in layers if (m := methods.get(y.site.key)) and (y.method in PREDICTED or hasattr(m, "cut_I"))]
-        sizes = [width * y.site.rows_per_neuron * y.site.hidden * y.site.intermediate for y in layers]
-        share = done.rows_used or 0.0
+        own, sizes, share = [], [1], 1.0
     read = sum(y.read_bytes() if isinstance(y, SparseMethod) else _size(y) for y in own)
     more = {"neurons": done.neurons_used, "ffn_bytes": share + read / sum(sizes), "size_bytes": sum(map(_size, own))}
     return found.to_json() | more

@@ -34,6 +34,7 @@ from torch_pi2.graph.routed import modules_of
 from torch_pi2.ops import load as load_library
 from torch_pi2.predict.file import FitReport, FittedPredictors
 from torch_pi2.predict.lowrank import LowRankRows
+from torch_pi2.predict.method import SparseMethod
 from torch_pi2.predict.samples import LayerSamples
 from torch_pi2.predict.signbit import SignBit
 from torch_pi2.profiling.data import Batch, at_most, batches, digest, split
@@ -224,18 +225,23 @@ def fit_layers(
     with work_folder(work, made_from):
         samples = _samples(model, {"all": data}, {"all": settings.n_tokens}, sites, cuts, work, how)["all"]
         if settings.method == Method.CUSTOM:
-            by_key = {site.key: site for site in sites}
-
-            def given(key: str) -> LayerSamples:
-                return layer_samples(model, by_key[key], samples[key].split(0.25)[0])
-
-            methods = allocated({key: method_for(settings, key) for key in by_key}, given)
-        for site in sites:
-            if settings.method == Method.CUSTOM:
-                result[site.key] = fit_method(methods[site.key], model, site, samples[site.key])
-            else:
-                result[site.key] = _fit_signs(model, site, samples[site.key], cold[site.key], settings.target_recall)
+            result |= fit_methods(model, sites, settings, samples)
+        for site in sites if settings.method != Method.CUSTOM else ():
+            result[site.key] = _fit_signs(model, site, samples[site.key], cold[site.key], settings.target_recall)
     return result
+
+
+def fit_methods(
+    model: nn.Module, sites: Sequence[FFNSite], settings: Any, samples: Mapping[str, Samples]
+) -> dict[str, SparseMethod]:
+    """Site key -> the method of one's own in ``settings``, fitted to the site's samples; each may see all first."""
+    by_key = {site.key: site for site in sites}
+
+    def given(key: str) -> LayerSamples:
+        return layer_samples(model, by_key[key], samples[key].split(0.25)[0])
+
+    methods = allocated({key: method_for(settings, key) for key in by_key}, given)
+    return {site.key: fit_method(methods[site.key], model, site, samples[site.key]) for site in sites}
 
 
 def _fit_signs(model: nn.Module, site: FFNSite, samples: Samples, cold: torch.Tensor, target_recall: float) -> SignBit:
