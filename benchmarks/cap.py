@@ -9,6 +9,9 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import re
+import resource
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -164,3 +167,18 @@ def evict(path: str | Path) -> None:
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(file)
+
+
+def reset_peak() -> None:
+    """Reset :func:`peak_rss_bytes` (Linux only)."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_rss_bytes() -> int:
+    """Peak resident memory of this process since :func:`reset_peak`."""
+    status = Path("/proc/self/status")
+    peak = re.search(r"^VmHWM:\s*(\d+) kB", status.read_text() if status.exists() else "", re.MULTILINE)
+    if peak:
+        return int(peak.group(1)) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks import traffic
+from benchmarks import cap, traffic
 from benchmarks.arguments import add_activations, add_lengths, add_peers, add_source, list_of
 from benchmarks.attention import attention_ms
 from benchmarks.figures import medians, ratios, spread, summary
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     made = {} if args.active is None else {"active": args.active}
     made |= {"predictor": None} if args.exact else {}
     folder = args.folder or synthetic_folder(args.shape or "mistral-7b", args.weights, seed, **made)
-    machine.reset_peak()
+    cap.reset_peak()
     model: Any = torch_pi2.load(folder, activations=args.activations)
     subject = Subject.of(model, folder)
     gguf = folder.parent / f"{subject.stem}.q4_0.gguf"
@@ -168,7 +168,7 @@ def measure(
     ours = [_Ours(model, Decoder(model, batch=b, **how), seed) for b in batch]
     for engine in ours:
         engine.round(prompt, tokens)
-    peak = machine.peak_rss_bytes()
+    peak = cap.peak_rss_bytes()
     sites = sparse_layers(model)
     neuron_bytes = sites[0].neuron_rows[0].nbytes if sites else 1 << 14
     memory = Memory(neuron_bytes, ours[0].active_share() or 0.1, size=memory_size, seed=seed)
@@ -305,8 +305,12 @@ class _Ours:
         def of_kind(kind: int) -> float:
             return self._median(lambda r: timings.milliseconds(r["timings"], kind) / r["tokens"])
 
-        def of_linears(head: int) -> float:
-            return self._median(lambda r: timings.split_head(r["timings"], self._vocabulary)[head] / r["tokens"])
+        def of_linears(head: int) -> float:  # the head has a row for each token of the vocabulary
+            def ms(r: dict[str, Any]) -> float:
+                rows = [row for row in r["timings"] if (row[1] == self._vocabulary) == bool(head)]
+                return timings.milliseconds(rows, timings.LINEAR) / r["tokens"]
+
+            return self._median(ms)
 
         linears = of_linears(0)
         others = {"predictor": of_kind(timings.PREDICTOR), "ffn": of_kind(timings.FFN), "head": of_linears(1)}

@@ -42,10 +42,10 @@ TYPES = {
 }
 #: Run in a process of its own, whose memory is looked at.
 _IMPORT = (
-    "import json, sys, torch_pi2; from torch_pi2.machine import process; from torch_pi2.ops import load; load(); "
-    "process.reset_peak(); before = process.peak_rss_bytes(); "
+    "import json, sys, torch_pi2; from benchmarks import cap; from torch_pi2.ops import load; load(); "
+    "cap.reset_peak(); before = cap.peak_rss_bytes(); "
     "report = torch_pi2.import_gguf(sys.argv[1], sys.argv[2]).to_json(); "
-    "print(json.dumps(report | {'before_bytes': before, 'peak_bytes': process.peak_rss_bytes()}))"
+    "print(json.dumps(report | {'before_bytes': before, 'peak_bytes': cap.peak_rss_bytes()}))"
 )
 
 

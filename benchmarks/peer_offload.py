@@ -34,7 +34,6 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
     import torch_pi2
     from benchmarks.subject import Subject
     from torch_pi2.decode.decoder import Decoder
-    from torch_pi2.machine import process as machine
     from torch_pi2.observe import timings
     from torch_pi2.observe.steps import timed_steps
     from torch_pi2.observe.trace import trace
@@ -44,7 +43,7 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
 
     torch.set_num_threads(settings["threads"])
     load_library()
-    about: dict[str, Any] = {"base_rss_bytes": machine.peak_rss_bytes()}
+    about: dict[str, Any] = {"base_rss_bytes": cap.peak_rss_bytes()}
     if "folder" not in settings:
         return about, lambda _prompt, _tokens, _one: {}
     if (group := settings.get("group")) is not None:
@@ -92,7 +91,7 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
             "stats": store.stats(),
             "ffn_s": sum(step.ms(timings.FFN) for step in steps) / 1e3,
             "disk_bytes": None if disk is None or after is None else after - disk,
-            "peak_rss_bytes": machine.peak_rss_bytes(),
+            "peak_rss_bytes": cap.peak_rss_bytes(),
         }
         if recorded:
             recorded.stop()

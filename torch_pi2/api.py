@@ -46,7 +46,7 @@ from torch_pi2.planner.for_machine import plan_for, plannable_gpu_bytes
 from torch_pi2.planner.hot_neurons import greedy_plan, hot_cut, plan_without_data
 from torch_pi2.predict import AnyPredictor, check_all_known
 from torch_pi2.predict.file import FittedPredictors
-from torch_pi2.profiling.data import MIN_SEQUENCES, MIN_TOKENS, Batch, batches, calibration_batches, first_ids, rows_of
+from torch_pi2.profiling.data import MIN_SEQUENCES, MIN_TOKENS, Batch, batches, calibration_batches, rows_of
 from torch_pi2.profiling.run import profile as profile_sites
 from torch_pi2.profiling.samples import samples_bytes
 from torch_pi2.rewrite.gpu import checked_memory, hot_on_gpu, on_the_cpu, room_on_gpu
@@ -161,18 +161,6 @@ def _warn_of_few(stats: ActivationStats) -> None:
         )
 
 
-def _warn_of_other_windows(stats: ActivationStats, data: list[Batch]) -> None:
-    """Older statistics have no ``opening``: their windows after the first had no BOS."""
-    first = set().union(*map(first_ids, data))
-    now, then = first.pop() if len(first) == 1 else None, stats.made_by.get("opening")
-    if now != then:
-        log.warning(
-            "the statistics were measured on sequences that %s, and this text's %s: what a model does without its BOS "
-            "token differs; profile again",
-            *("begin with different tokens" if first is None else f"begin with token {first}" for first in (then, now)),
-        )
-
-
 def _as_profiled(found: Found, stats: ActivationStats) -> Found:
     """``found`` with each site read up first or gate first, as in ``stats``."""
     return replace(found, sites=[_read_as(site, stats[site.key]) for site in found.sites])
@@ -227,7 +215,6 @@ def fit(
         if stats is None:
             fix = "Pass stats=torch_pi2.profile(model, text)."
             raise CalibrationError("fit", expected="statistics of the model", found="none", fix=fix)
-        _warn_of_other_windows(stats, kept)
         sites = _search(model, kept, stats).sites
         return _fit(model, kept, sites, stats, config, progress, None if work is None else Path(work))
 
@@ -502,8 +489,6 @@ def _decided(
     if stats is None:
         assert data is not None
         stats = _profile(model, data, found.sites, config, progress)
-    elif data is not None:
-        _warn_of_other_windows(stats, data)
     found = _as_profiled(found, stats)
     if predictors is None and (config.method in PREDICTED or (config.method == "auto" and _can_fit(model, data))):
         if data is None:

@@ -135,12 +135,12 @@ def test_settings_reach_the_solver(command, root, tmp_path) -> None:
         (("{model}", "--hardware", "toaster", "--out", "{tmp}/p"), "hardware measured, sm8650-ufs4.0"),
         (("{tmp}/hf", "--out", "{tmp}/p"), "--stats a folder written by torch-pi2 profile"),
         (("{model}", "--hardware", PHONE, "--out", "{tmp}/p", "--predictors", "x"), "none: the folder has its own x"),
-        (("{bare}", "--hardware", PHONE, "--out", "{tmp}/p"), "some: how often neurons fire .*torch-pi2 profile"),
+        (("{bare}", "--hardware", PHONE, "--out", "{tmp}/p"), "statistics: how often neurons fire .*--stats"),
         (
             ("{tmp}/hf", *map(str, BASE), "--stats", "s", "--out", "{tmp}/p"),
             "for a machine a folder of optimize",
         ),
-        (("{model}", "--hardware", PHONE, "--out", "{tmp}/p", "--budget", "much"), "budget bytes, or text such as"),
+        (("{store}", "--hardware", PHONE, "--out", "{tmp}/p", "--budget", "much"), "budget bytes, or text such as"),
         (("{store}", *map(str, BASE), "--out", "{store}/pi2"), "a folder of its own: the store there has its plan"),
         (
             ("{model}", "--hardware", PHONE, "--out", "{tmp}/p", "--budget", "1GiB"),

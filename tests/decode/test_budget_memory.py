@@ -31,7 +31,6 @@ _RUN = """
 import ctypes, gc, json, math, sys
 import torch, torch_pi2, transformers
 from benchmarks import cap
-from torch_pi2.machine import process as machine
 from torch_pi2.decode.decoder import Decoder
 
 tiny, folder, activations, way, group = sys.argv[1:]
@@ -64,15 +63,15 @@ use(torch_pi2.load(tiny, budget="1GiB", activations=activations), 40)  # librari
 budget = least(folder)
 gc.collect()
 ctypes.CDLL(None).malloc_trim(0)
-machine.reset_peak()
-base = machine.peak_rss_bytes()
+cap.reset_peak()
+base = cap.peak_rss_bytes()
 if group:
     (cap.Path(group) / "memory.limit_in_bytes").write_text(str(budget + int(4 << 20)))
     cap.join(group)
 model = torch_pi2.load(folder, budget=budget, activations=activations)
 for _ in range(8 if way == "generate" else 1):  # what one call frees must not add to the next one
     use(model, 1000)
-print(json.dumps({"budget": budget, "peak": machine.peak_rss_bytes() - base}))
+print(json.dumps({"budget": budget, "peak": cap.peak_rss_bytes() - base}))
 """
 
 
@@ -139,7 +138,7 @@ def test_the_smallest_budget_holds(stores: dict[str, Path], name: str, activatio
 
 _TOGETHER = """
 import ctypes, gc, torch_pi2
-from torch_pi2.machine import process as machine
+from benchmarks import cap
 from torch_pi2.decode.decoder import Decoder
 
 def use(model, tokens):
@@ -154,11 +153,11 @@ use(torch_pi2.load(tiny, budget="1GiB", group=group), 40)  # libraries are there
 budget = torch_pi2.stats(torch_pi2.load(folder, group=group))["budget"].smallest
 gc.collect()
 ctypes.CDLL(None).malloc_trim(0)
-machine.reset_peak()
-base = machine.peak_rss_bytes()
+cap.reset_peak()
+base = cap.peak_rss_bytes()
 model = torch_pi2.load(folder, budget=budget, group=group)
 use(model, 1000)
-print(budget, machine.peak_rss_bytes() - base)
+print(budget, cap.peak_rss_bytes() - base)
 """
 
 

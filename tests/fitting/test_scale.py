@@ -235,7 +235,7 @@ def test_what_cannot_be_mapped_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
 _MEASURED = """
 import sys, torch, torch_pi2
 from pathlib import Path
-from torch_pi2.machine.process import peak_rss_bytes
+from benchmarks.cap import peak_rss_bytes
 from torch_pi2.fitting.fit import fit
 from torch_pi2.fitting.search import FitSettings
 from torch_pi2.graph.find import search

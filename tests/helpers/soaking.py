@@ -25,8 +25,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import torch_pi2
+from benchmarks import cap
 from torch_pi2.base.memory import trim
-from torch_pi2.machine import process
 from torch_pi2.rewrite.state import store_and_budget
 from torch_pi2.types.offload import OffloadConfig
 
@@ -177,7 +177,7 @@ def soak(base: Path, answers: int) -> dict[str, Any]:
         for _ in range(WARM_UP + -(-answers // (ROUND * len(subjects)))):
             over = threading.Event()
             changing = [pool.submit(s.change_budgets, c, over) for s, c in zip(subjects, chances, strict=True)]
-            process.reset_peak()
+            cap.reset_peak()
             try:
                 for told in [pool.submit(subject.answers, ROUND) for subject in subjects]:
                     told.result()
@@ -185,7 +185,7 @@ def soak(base: Path, answers: int) -> dict[str, Any]:
                 over.set()
             for told in changing:
                 told.result()
-            peak = process.peak_rss_bytes()
+            peak = cap.peak_rss_bytes()
             for subject in subjects:
                 subject.set_budget((subject.least + subject.most) // 2)
             rounds.append({"rss": rss_bytes(), "peak": peak, "threads": threads(), "files": files()})

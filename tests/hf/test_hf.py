@@ -411,7 +411,7 @@ _BUDGET = """
 import ctypes, gc, json, sys
 import torch, torch_pi2.hf
 from transformers import AutoModelForCausalLM
-from torch_pi2.machine import process
+from benchmarks import cap
 
 tiny, folder, budget = sys.argv[1:]
 torch.set_num_threads(2)
@@ -422,10 +422,10 @@ def use(model, tokens):
 use(AutoModelForCausalLM.from_pretrained(tiny, quantization_config={"budget": "1GiB"}), 40)  # libraries are there
 gc.collect()
 ctypes.CDLL(None).malloc_trim(0)
-process.reset_peak()
-base = process.peak_rss_bytes()
+cap.reset_peak()
+base = cap.peak_rss_bytes()
 use(AutoModelForCausalLM.from_pretrained(folder, quantization_config={"budget": int(budget)}), 400)
-print(process.peak_rss_bytes() - base)
+print(cap.peak_rss_bytes() - base)
 """
 
 

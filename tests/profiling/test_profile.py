@@ -23,7 +23,7 @@ from torch_pi2.errors import (
     UnsupportedModelError,
 )
 from torch_pi2.graph import find_sites
-from torch_pi2.profiling.data import MIN_TOKENS, Batch, batches, calibration_batches, first_ids
+from torch_pi2.profiling.data import MIN_TOKENS, Batch, batches, calibration_batches
 from torch_pi2.profiling.run import profile
 from torch_pi2.profiling.samples import collect_samples
 from torch_pi2.types.config import Config
@@ -272,21 +272,7 @@ def test_the_bos_token_of_ids_opens_every_window_of_them() -> None:
     opened = torch.cat((torch.tensor([1]), torch.randint(3, 64, (199,))))
     for data, first in ((opened, {1}), (opened[1:], set(opened[1::32].tolist())), ([opened.tolist()], {1})):
         kept = calibration_batches(model, data, None, Config(seq_len=32))
-        assert set().union(*map(first_ids, kept)) == first
-
-
-def test_statistics_tell_how_windows_began(caplog: pytest.LogCaptureFixture) -> None:
-    text, how = "some text " * 100, {"tokenizer": WithBos(), "seq_len": 32}
-    stats = torch_pi2.profile(tiny("llama"), text, **how)
-    assert stats.made_by["opening"] == 1
-    torch_pi2.optimize(tiny("llama"), text, stats=stats, method="threshold", **how)
-    assert "profile again" not in caplog.text
-    del stats.made_by["opening"]  # as written before every window had it
-    torch_pi2.optimize(tiny("llama"), text, stats=stats, method="threshold", **how)
-    assert "begin with different tokens, and this text's begin with token 1" in caplog.text
-    caplog.clear()
-    torch_pi2.fit(tiny("llama"), text, stats=stats, method="signbit", **how)
-    assert "profile again" in caplog.text
+        assert {int(ids[0]) for batch in kept for ids in batch.input_ids} == first
 
 
 def test_windows_are_no_longer_than_the_model_has_positions() -> None:

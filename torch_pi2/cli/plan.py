@@ -15,7 +15,7 @@ from torch_pi2.errors import ConfigError
 from torch_pi2.formats import ACTIVATIONS
 
 if TYPE_CHECKING:
-    from torch_pi2.types.stats import ActivationStats
+    pass
 
 EXAMPLE = "torch-pi2 plan my-model --stats my-stats --predictors my-predictors --out my-plan --hot-frequency 0.5"
 
@@ -89,28 +89,22 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _for_machine(args: argparse.Namespace) -> dict[str, Any]:
-    from torch_pi2.base.units import parse_bytes
     from torch_pi2.cli.inspect import describe
     from torch_pi2.machine.find import find_hardware
-    from torch_pi2.planner.for_machine import solve, with_hardware, without_hot
-    from torch_pi2.planner.model_shape import ModelShape
-    from torch_pi2.planner.request import BATCHES, Request
-    from torch_pi2.rewrite.state import get_state
+    from torch_pi2.planner.for_machine import plan_for
 
     hardware = find_hardware(args.hardware)
-    budget = None if args.budget is None else parse_bytes(args.budget)
     stored = os.path.lexists(Path(args.model) / "pi2" / "model.pi2")
-    if budget is not None and not stored:
+    if args.budget is not None and not stored:
         expected, found = "a model over a store", f"{args.model}, which has none"
         fix = "Pack it first: torch-pi2 pack MODEL STORE."
         raise ConfigError(f"--budget {args.budget}", expected=expected, found=found, fix=fix)
-    stats, model = _statistics(args), _loaded(args, stored)
-    plan = get_state(model).plan
-    shape = ModelShape.of(model, stats, without_hot(plan))
-    theirs = 0 if args.accelerator_memory is None else parse_bytes(args.accelerator_memory)
-    steps = (args.batches or BATCHES, args.context or 1024, bool(args.fixed_hot_set))
-    request = Request(shape, hardware, budget, theirs, *steps)
-    solved = solve(request, progress=not args.quiet)
+    stats = None if args.stats is None else models.load_stats(args.stats)
+    settings = ("budget", "accelerator_memory", "context", "batches", "fixed_hot_set")
+    how: dict[str, Any] = {name: value for name in settings if (value := getattr(args, name)) is not None}
+    plan = plan_for(_loaded(args, stored), hardware, stats=stats, progress=not args.quiet, **how)
+    assert plan.hardware is not None
+    solved = plan.hardware
     names = ("budget_bytes", "accelerator_bytes", "context", "cluster")
     facts = {**solved.made_for, **{name: getattr(solved, name) for name in names}, "offload": dict(solved.offload)}
     facts |= {"threads": dict(solved.threads), "dense_from": list(solved.prompt.dense_from)}
@@ -122,24 +116,9 @@ def _for_machine(args: argparse.Namespace) -> dict[str, Any]:
         buckets.append(speed | times | counts | {"cache_bytes": bucket.cache_bytes})
     result: dict[str, Any] = {"out": None, "hardware": facts, "buckets": buckets}
     if args.out is not None:
-        with_hardware(without_hot(plan), solved).save(args.out)
+        plan.save(args.out)
         result |= {"out": str(args.out), **describe(args.out)}
     return result
-
-
-def _statistics(args: argparse.Namespace) -> "ActivationStats":
-    """The statistics of ``--stats``, or those in the folder MODEL."""
-    if args.stats is not None:
-        return models.load_stats(args.stats)
-    from torch_pi2.store.parts import Parts
-
-    with Parts(Path(args.model) / "pi2") as parts:
-        stats = parts.stats(parts.plan().model_hash)
-    if stats is None:
-        expected = "some: how often neurons fire decides which are hot"
-        fix = "Pass --stats DIR: of torch-pi2 profile."
-        raise ConfigError(f"statistics of {args.model}", expected=expected, found="none in the folder", fix=fix)
-    return stats
 
 
 def _loaded(args: argparse.Namespace, stored: bool) -> Any:

@@ -52,8 +52,7 @@ def find_device(device: str | Path) -> Device:
 def parse_device(description: Any, what: str = "device") -> Device:
     """The device of a description (docs/DEVICES.md), named ``what`` in errors. Raises ArtifactError: it is invalid."""
     part = Field(description, what, _FIX)
-    # older files have cores
-    part.names(("name", "source", "latency_us", "max_depth", "random", "sequential"), ("cores",))
+    part.names(("name", "source", "latency_us", "max_depth", "random", "sequential"))
     name = part.at("name").text()
     part.at("source").text()
     latency, depth = _figure(part.at("latency_us"), least=0), _figure(part.at("max_depth"), least=1)

@@ -1,11 +1,9 @@
-"""Description of this machine, and the memory of this process."""
+"""Description of this machine, and the memory that is free."""
 
 import importlib.metadata
 import os
 import platform
 import re
-import resource
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,22 +34,6 @@ def memory_bytes() -> int:
     """Memory of the machine, or of a control group that this process is in."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([machine, *(limit for _, limit in _memory_limits())])
-
-
-def reset_peak() -> None:
-    """Reset :func:`peak_rss_bytes` (Linux only)."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return
-
-
-def peak_rss_bytes() -> int:
-    """Peak resident memory since :func:`reset_peak`."""
-    peak = re.search(r"^VmHWM:\s*(\d+) kB", _text(_PROC / "status"), re.MULTILINE)
-    if peak:
-        return int(peak.group(1)) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def free_bytes() -> int | None:

@@ -15,10 +15,3 @@ def read(*, reset: bool = True) -> list[list[int]]:
 
 def milliseconds(timings: Iterable[Sequence[int]], kind: int) -> float:
     return sum(row[4] for row in timings if row[0] == kind) / 1e6
-
-
-def split_head(timings: Iterable[Sequence[int]], vocabulary: int) -> tuple[float, float]:
-    """Milliseconds of linear layers without the head, and of the head, which has ``vocabulary`` rows."""
-    rows = [row for row in timings if row[0] == LINEAR]
-    head = sum(row[4] for row in rows if row[1] == vocabulary) / 1e6
-    return sum(row[4] for row in rows if row[1] != vocabulary) / 1e6, head

@@ -119,7 +119,7 @@ def plan_for(
     state = get_state(model)
     known = stats or state.stats or stored_stats(model)
     if known is None:
-        fix = "Pass stats=: of torch_pi2.profile."
+        fix = "Profile a text, and pass its statistics (stats=, --stats)."
         expected = "statistics: how often neurons fire decides which are hot"
         Field(stats, f"planning a {type(model).__name__}", fix, CalibrationError).wrong(expected, "none")
     base = without_hot(state.plan)

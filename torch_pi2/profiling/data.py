@@ -355,11 +355,6 @@ def digest(values: Any) -> str:
     return found.hexdigest()[:16]
 
 
-def first_ids(batch: Batch) -> set[int]:
-    """Ids with which the sequences of ``batch`` begin."""
-    return set() if batch.input_ids is None else set(batch.input_ids[:, 0].tolist())
-
-
 def rows_of(data: list[Batch]) -> list[Batch]:
     """One batch per sequence; a batch that cannot be split counts as one sequence."""
     rows: list[Batch] = []

@@ -1,12 +1,12 @@
 """``profile`` measures :class:`ActivationStats` on calibration data."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from torch_pi2.profiling.data import Batch, batches, first_ids
+from torch_pi2.profiling.data import batches
 from torch_pi2.profiling.recorder import Firing, record, threshold_map
 from torch_pi2.types.plan import weights_hash
 from torch_pi2.types.site import FFNSite
@@ -95,14 +95,8 @@ def profile(
     # an expert's tokens have no positions: they are not counted in groups
     sizes = {site.key: 1 if site.experts else batch_size for site in sites}
     counters = {y.key: _Counter(y, cuts[y.key], sizes[y.key], (scales or {}).get(y.key)) for y in sites}
-    first = set[int]()
-
-    def stream() -> Iterator[Batch]:
-        for batch in batches(data, tokenizer=tokenizer, batch_size=batch_size, seq_len=seq_len):
-            first.update(first_ids(batch))
-            yield batch
-
-    counts = record(model, stream(), sites, lambda f: counters[f.site.key].add(f), progress=progress)
-    made_by = {"verb": "profile", "seq_len": seq_len, "opening": first.pop() if len(first) == 1 else None, **counts}
+    stream = batches(data, tokenizer=tokenizer, batch_size=batch_size, seq_len=seq_len)
+    counts = record(model, stream, sites, lambda f: counters[f.site.key].add(f), progress=progress)
+    made_by = {"verb": "profile", "seq_len": seq_len, **counts}
     layers = {key: counter.stats for key, counter in counters.items()}
     return ActivationStats(layers, weights_hash(model, list(sites)), made_by)
