@@ -21,6 +21,7 @@ from torch_pi2.checkpoint.gguf.importing import cached_import
 from torch_pi2.cli import common
 from torch_pi2.decode.attention import packed_attention
 from torch_pi2.decode.decoder import Decoder
+from torch_pi2.formats import ACTIVATIONS
 from torch_pi2.ops.attention import KV_DTYPES
 
 #: Tokens that are computed together.
@@ -32,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--models", type=names_of(MODELS), default=MODELS[:1], metavar="NAME,...", help=", ".join(MODELS))
     add("--loss", type=common.count, default=8192, metavar="N", help="scored tokens of each of two texts; 0: none")
+    add("--activations", choices=ACTIVATIONS, default="int8", help="float: ten times as slow, with less noise")
     add("--context", type=common.positive, default=4096, metavar="T", help="tokens of a window, and before timed steps")
     add("--rounds", type=common.count, default=7, metavar="N", help="timed rounds, in alternation; 0: none")
 
@@ -42,7 +44,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """
     rows: dict[str, list[dict[str, Any]]] = {"losses": [], "speed": []}
     for name in args.models:
-        model = torch_pi2.load(path(name), activations="float")
+        model = torch_pi2.load(path(name), activations=args.activations)
         if args.loss:
             rows["losses"] += _losses(name, model, args.loss, args.context)
         if args.rounds:
