@@ -110,7 +110,7 @@ def test_plans_are_the_same_each_time(tmp_path: Path) -> None:
 
 def test_what_cannot_be_planned_is_said() -> None:
     bare = torch_pi2.optimize(tiny("llama-relu"))
-    with pytest.raises(errors.CalibrationError, match=r"statistics: how often neurons fire.*Pass stats="):
+    with pytest.raises(errors.CalibrationError, match=r"statistics: how often neurons fire.*pass its statistics"):
         torch_pi2.plan_for(bare, PRESET)
     model = tiny("llama-relu")
     with pytest.raises(errors.CalibrationError, match=r"optimize\(hardware=.*calibration data or statistics"):

@@ -244,7 +244,7 @@ def test_weights_files_say_what_they_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pi2_version": "5"}, r"expected .* version 1 or 2 or 3 or 4, found torch_pi2.weights version 5"),
+        ({"pi2_version": "6"}, r"expected .* version 1 or 2 or 3 or 4 or 5, found torch_pi2.weights version 6"),
         ({"weights": "int3"}, r"expected weights int4 or int8 or float32 or bfloat16 or float16, found 'int3'"),
         ({"weights": "float32"}, r"linears: expected none, in a file of float32, found 1"),
         ({"linears": "{"}, r"linears: expected JSON, found damage \(Expecting property name"),
