@@ -6,6 +6,7 @@
 #include <string>
 
 #include "base/convert.h"
+#include "pi2/attention.h"
 #include "pi2/kernels.h"
 #include "tests/check.h"
 #include "tests/guarded.h"
@@ -192,15 +193,16 @@ long check_signs(const pi2::KernelTable& table, std::mt19937& rng) {
 // The room of one call, and what is done in it.
 struct Attending {
   AttendArgs a;
-  std::vector<float> q, scores, max, sum, y;
+  std::vector<float> q, scores, unpacked, max, sum, y;
   std::vector<std::uint64_t> mask;
 
   Attending(const Guarded& key, const Guarded& value, DType dtype, std::int64_t tokens, std::int64_t group,
             std::int64_t width, std::int64_t words) {
     const std::int64_t rows = tokens * group, ld = (width + pi2::kAttendPad - 1) / pi2::kAttendPad * pi2::kAttendPad;
-    const std::int64_t stride = kv_bytes(dtype, width);
+    const std::int64_t stride = pi2::kv_row_bytes(dtype, width);
     q.resize(rows * ld);
     scores.resize(rows * pi2::kAttendWord, NAN);
+    if (dtype == DType::kQ4) unpacked.resize(pi2::kAttendWord * pi2::groups(width) * pi2::kGroup, NAN);
     max.resize(rows, -INFINITY);
     sum.resize(rows);
     y.resize(rows * ld);
@@ -211,6 +213,7 @@ struct Attending {
     a.q = q.data();
     a.mask = mask.data();
     a.scores = scores.data();
+    a.unpacked = unpacked.data();
     a.max = max.data();
     a.sum = sum.data();
     a.y = y.data();
@@ -257,7 +260,7 @@ long check_attend(const pi2::KernelTable& table, DType dtype, std::mt19937& rng)
   for (const std::int64_t width : {1, 8, 13, 40, 64, 128}) {
     for (const std::int64_t length : {1, 3, 64, 66, 150}) {
       for (const std::int64_t group : {1, 3, 4, 7}) {
-        const std::int64_t tokens = std::min<std::int64_t>(3, length), bytes = length * kv_bytes(dtype, width);
+        const std::int64_t tokens = std::min<std::int64_t>(3, length), bytes = length * pi2::kv_row_bytes(dtype, width);
         const Guarded key(kv_rows(rng, dtype, length, width).data(), bytes),
             value(kv_rows(rng, dtype, length, width).data(), bytes);
         Attending all(key, value, dtype, tokens, group, width, (length + 63) / 64);
@@ -324,6 +327,7 @@ int main() {
       if (dtype != DType::kI8) cases += check_axpy(*tables[i], dtype, rng);
       cases += check_attend(*tables[i], dtype, rng);
     }
+    cases += check_attend(*tables[i], DType::kQ4, rng);
     cases += check_addmm(*tables[i], rng) + check_read(*tables[i], rng) + check_signs(*tables[i], rng);
     std::printf("tested %s\n", tables[i]->isa);
   }
