@@ -55,11 +55,12 @@ from torch_pi2.rewrite.rewrite import apply, replaceable
 from torch_pi2.rewrite.rewrite import restore as restore_modules
 from torch_pi2.rewrite.skeleton import on_meta
 from torch_pi2.rewrite.state import ModelState, SparseState, get_state
-from torch_pi2.store.folder import check_replaceable, check_separate
+from torch_pi2.store.folder import PI2_FOLDER, check_replaceable, check_separate
 from torch_pi2.store.gguf import gguf_in
+from torch_pi2.store.storefile import open_weights
 from torch_pi2.types.config import Config, check_patterns, configured, method_for
 from torch_pi2.types.method import LOSSY, PREDICTED, Fitted, Method
-from torch_pi2.types.plan import Plan, lossy_methods, weights_hash
+from torch_pi2.types.plan import LayerPlan, Plan, lossy_methods, weights_hash
 from torch_pi2.types.site import FFNSite
 from torch_pi2.types.stats import ActivationStats, LayerStats
 
@@ -140,6 +141,8 @@ def _profile(model: nn.Module, data: list, sites: list[FFNSite], config: Config,
     settings: dict[str, Any] = {"batch_size": config.batch_size, "seq_len": config.seq_len, "progress": progress}
     dense = [site for site in sites if not exact_zeros(site.activation)]
     chosen = Thresholds()
+    if sites and not dense and config.method == Method.THRESHOLD:
+        log.warning("thresholds are for activations without exact zeros: the exact gate, which is lossless, is used")
     if dense and (config.sparsity > 0 or config.max_loss is not None) and config.method not in ("dense", "exact"):
         chosen = choose_thresholds(model, data, dense, config, progress=progress)
     sites = list({site.key: site for site in (*sites, *chosen.sites)}.values())
@@ -350,16 +353,34 @@ def optimize_quantized(
             imported = Path(stack.enter_context(TemporaryDirectory(dir=beside))) / "imported"
             import_quantized(source, imported, progress=progress)
         model = load_dense(imported, dtype=torch.bfloat16)
+        with open_weights(imported / PI2_FOLDER) as weights:
+            bits = {name: FORMATS[weights.format_of(name)].bits_per_weight for name in weights.linears}
     data = None if calibration is None else calibration_batches(model, calibration, tokenizer, config, MIN_TOKENS)
     if data is None and stats is None:
         fix = "Pass calibration=text; without it, torch_pi2.import_gguf keeps exact zeros."
         raise CalibrationError("optimize_quantized", expected="calibration data", found="none", fix=fix)
-    found, _ = replaceable(model, _search(model, data))
-    parts = _decided(model, data, found, config, stats, predictors, progress)
+    parts = _decided(model, data, _search(model, data), config, stats, predictors, progress)
     del model
+    for layer in parts.plan.layers:
+        if not _pays(layer, bits):
+            layer.method = str(Method.DENSE)
     write: Any = partial(import_quantized, source) if file is None else partial(import_gguf, file)
     report: ImportReport = write(folder, parts=parts, progress=progress)
     return report
+
+
+def _pays(layer: LayerPlan, bits: Mapping[str, float]) -> bool:
+    """Whether a token reads fewer bytes of a layer's neurons, with down in int8, than of its rows in a file, which have
+    ``bits`` a weight by the names of linear layers; True for what is in neurons anyway.
+    """
+    site = layer.site
+    of = {role: bits.get(ref.weight.removesuffix(".weight")) for role, ref in site.refs.items()}
+    if site.experts is not None or None in of.values():
+        return True
+    first, *rest = [*(y or 0.0 for role, y in of.items() if role != "down"), FORMATS["int8"].bits_per_weight]
+    share = (layer.n_hot + layer.n_cold * layer.expected_active) / site.intermediate
+    read = share * (first + sum(rest)) if layer.method in PREDICTED else first + share * sum(rest)
+    return read < sum(y or 0.0 for y in of.values())
 
 
 @checked

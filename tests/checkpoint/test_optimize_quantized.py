@@ -110,6 +110,24 @@ def test_a_layer_that_stays_dense_keeps_its_rows(file: Path, tmp_path: Path) -> 
     assert model.model.layers[0].mlp.down_proj.weights == "q4_k"
 
 
+def test_a_layer_that_would_read_more_keeps_its_rows(tmp_path: Path) -> None:
+    """Down is Q6_K there, and int8 in neurons: skipping a tenth of them does not make up for that."""
+    how: dict[str, Any] = {"method": "threshold", "score": "gate", **QUICK}
+    torch_pi2.optimize_quantized(GOLDEN, tmp_path / "little", IDS, sparsity=0.1, **how)
+    assert not sparse_layers(torch_pi2.load(tmp_path / "little"))
+    torch_pi2.optimize_quantized(GOLDEN, tmp_path / "much", IDS, sparsity=0.5, **how)
+    assert len(sparse_layers(torch_pi2.load(tmp_path / "much"))) == 1
+
+
+@pytest.mark.slow
+def test_a_mixture_whose_router_ties_in_bfloat16(tmp_path: Path) -> None:
+    ggufs.tiny("smallthinker").save_pretrained(tmp_path / "floats")
+    ggufs.tokenizer(tmp_path / "floats")
+    file = ggufs.written(tmp_path / "floats", tmp_path / "m.gguf")
+    torch_pi2.optimize_quantized(file, tmp_path / "out", IDS, method="threshold", **QUICK)
+    assert torch_pi2.load(tmp_path / "out").torch_pi2.plan.layers
+
+
 def tmp_imported(file: Path, tmp_path: Path) -> Path:
     torch_pi2.import_gguf(file, tmp_path / "imported")
     return tmp_path / "imported"

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import ggufs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -147,7 +148,23 @@ def test_over_a_store_half_of_the_neurons_are_cached() -> None:
     assert fits["flash_bytes"] < more["flash_bytes"] > 0
 
 
+def test_what_is_kept_belongs_to_settings_and_calibration(tmp_path: Path) -> None:
+    registered, how = torch_pi2.register_method(First), HOW | {"keep": tmp_path / "kept"}
+
+    def neurons(share: float, name: str, **more: Any) -> float:
+        found: float = compare(tiny("llama"), {name: registered(share)}, HELD, **how | more)[1]["neurons"]
+        return found
+
+    assert [neurons(0.5, "../a b"), neurons(0.25, "../a b"), neurons(0.75, "../a-b")] == [0.5, 0.25, 0.75]
+    neurons(0.5, "other text", calibration=IDS[:12])
+    assert len([*(tmp_path / "kept").iterdir()]) == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
 def test_what_cannot_be_compared_is_said_at_once() -> None:
+    for wrong, what in (({"rounds": -1}, "rounds"), ({"methods": {"dense": First()}}, "other names")):
+        with pytest.raises(ConfigError, match=what):
+            compare(tiny("llama"), **{"methods": [First()], "text": HELD, **HOW, **wrong})
     for methods, fields in ((["magic"], {}), ([First()], {"weights": "int3"})):
         with pytest.raises(ConfigError):
             compare(tiny("llama"), methods, HELD, **HOW | fields)
@@ -169,6 +186,10 @@ def test_models_of_a_files_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert half["ffn_bytes"] == pytest.approx((0.5 * per_neuron / 8 + table) / (dense_bits / 8), rel=1e-3)
     assert half["kl"] > dense["kl"] > 0  # int8 activations
     assert 0.3 < inputs["ffn_bytes"] < 0.5
+    with pytest.raises(ConfigError, match="the file of the model"):
+        torch_pi2.compare(ggufs.tiny("llama"), [], HELD, file=GOLDEN, **HOW)
+    with pytest.raises(ConfigError, match="the weights of the file"):
+        torch_pi2.compare(plain, [], HELD, file=GOLDEN, weights="int4", **HOW)
     again = torch_pi2.compare(plain, [registered(0.5)], HELD, scored=False, **how | {"rounds": 2})
     assert [row["method"] for row in again] == [row["method"] for row in (dense, half)]
     assert again[1]["fit_s"] < half["fit_s"]

@@ -414,3 +414,9 @@ def test_large_vocabularies_take_no_more_logits_than_a_call_may_have(monkeypatch
     shapes.clear()
     torch_pi2.profile(model, own_text(), **QUICK)  # reads no logits
     assert max(tokens for _, tokens in shapes) <= 8  # those of an example of inputs
+
+
+def test_exact_zeros_need_no_thresholds(caplog: pytest.LogCaptureFixture) -> None:
+    model = torch_pi2.optimize(tiny_models.tiny("drelu"), own_text(), method="threshold", sparsity=0.9, **QUICK)
+    assert {layer.method for layer in model.torch_pi2.plan.layers} == {"exact"}
+    assert "thresholds are for activations without exact zeros" in caplog.text

@@ -24,7 +24,7 @@ from torch_pi2.checkpoint.pack import pack
 from torch_pi2.checkpoint.save_load import load, save
 from torch_pi2.decode.budget import set_budget, stats
 from torch_pi2.decode.decoder import Decoder
-from torch_pi2.errors import Pi2Error
+from torch_pi2.errors import ConfigError, Pi2Error
 from torch_pi2.eval.loss import logits_of
 from torch_pi2.eval.timing import time_decode
 from torch_pi2.eval.work import work
@@ -37,10 +37,10 @@ from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.planner.hot_neurons import greedy_plan
 from torch_pi2.predict.file import PREDICTORS_FILE, FittedPredictors, load_predictors, save_predictors
 from torch_pi2.predict.method import InputMethod, SparseMethod
-from torch_pi2.profiling.data import calibration_batches
+from torch_pi2.profiling.data import Batch, calibration_batches, digest
 from torch_pi2.profiling.samples import Samples, collect_samples
 from torch_pi2.rewrite.state import SparseState, get_state
-from torch_pi2.types.config import Config
+from torch_pi2.types.config import Config, described
 from torch_pi2.types.method import PREDICTED, Fitted
 from torch_pi2.types.plan import Plan
 from torch_pi2.types.site import FFNSite
@@ -129,10 +129,12 @@ def compare(
         rounds: of decoding 32 tokens after half a window, in turn with dense (:class:`Decoder`); 0: none.
         store: also decode over a store in a temporary folder, with a budget for half of the neurons.
         each: called with each row when it is there.
-        file: the GGUF file of which ``model`` has the dequantised weights: models are made of its rows. An
-            ``InputMethod`` and methods that change the model first, which need others, have weights in int8.
+        file: the GGUF file of which ``model`` has the dequantised weights: models are made of its rows, for methods
+            that are registered. An ``InputMethod`` and methods that change the model first, which need others, have
+            weights in int8.
         scored: False: only decoding is timed, and rows have no text.
-        keep: a folder for what methods are fitted to, which another call with the same arguments takes from there.
+        keep: a folder for what registered methods are fitted to, by settings and calibration data: another call takes
+            it from there. Changes of a method's code are not seen.
         fields: of :class:`Config`, for all methods (``weights="int4"``).
 
     Returns:
@@ -146,11 +148,19 @@ def compare(
     Raises:
         ConfigError, CalibrationError: arguments that no method could take.
     """
+    argument(rounds, "compare(rounds=...)").whole(0)
     plain = model if isinstance(model, nn.Module) else model()
     given = methods if isinstance(methods, Mapping) else {_name(method): method for method in methods}
     configs: dict[str, Any] = {"dense": Config(**{**fields, "method": "dense"})}
+    if "dense" in given:
+        raise ConfigError(
+            "compare(methods)", expected="other names than that of the first row", found="'dense'", fix="Rename it."
+        )
     for name, y in given.items():
         configs[name] = y if callable(y) else Config(**{**fields, **(y if isinstance(y, dict) else {"method": y})})
+    if file is not None and (changed := fields.keys() & {"weights", "activations", "quantization"}):
+        what, fix = f"compare(file=..., {', '.join(sorted(changed))}=...)", "Leave it out."
+        raise ConfigError(what, expected="the weights of the file", found="others", fix=fix)
     named = text if isinstance(text, Mapping) else {"": text}
     texts = {name: _windows(plain, y, tokenizer, tokens, window) for name, y in named.items()}
     prompt_1T = next(iter(texts.values()))[0][:, : window // 2]
@@ -175,7 +185,7 @@ def compare(
             if rounds:
                 decoders.append(Decoder(made, max_tokens=prompt_1T.shape[1] + _DECODED + 1))
                 row |= _speed(decoders, prompt_1T, rounds)
-            row |= _over_store(made, prompt_1T) if store else {}
+            row |= _over_store(made, prompt_1T) if store and sparse_layers(made) else {}
         except Pi2Error as error:
             if name == "dense":
                 raise
@@ -209,9 +219,17 @@ class _Maker:
         """The model of a row, which gets the seconds it took."""
         if self._file is not None and name == "dense":
             row["fit_s"] = 0.0
-            return load(self._file)
+            dense: Any = load(self._file)
+            plain: Any = self._plain
+            of_file, own = (y.get_input_embeddings()(torch.arange(16)).float() for y in (dense, plain))
+            if of_file.shape != own.shape or float((of_file - own).norm()) > 0.02 * float(own.norm()):
+                fix = "Pass torch_pi2.load_dense of the folder that it was imported to."
+                raise ConfigError("compare(file=...)", expected="the file of the model", found=str(self._file), fix=fix)
+            return dense
         alone = callable(config) or name == "dense" or any(map(_alone, config._custom.values()))
-        kept = self._keep and self._keep / name.replace(" ", "-")
+        kept = (
+            None if self._keep is None or alone else self._keep / digest([str(described(config)), *self._data(config)])
+        )
         ready = kept is not None and (kept / PREDICTORS_FILE).is_file()
         if not alone and not ready:
             self._measure(config)
@@ -239,6 +257,9 @@ class _Maker:
         made: nn.Module = copy.deepcopy(self._model) if self._plain is self._model else self._model()
         return made
 
+    def _data(self, config: Config) -> list[Batch]:
+        return calibration_batches(self._plain, self._calibration, self._how["tokenizer"], config)
+
     def _measure(self, config: Config) -> ActivationStats:
         """Statistics, and for methods of one's own samples."""
         key = str(to_json(config))
@@ -246,7 +267,7 @@ class _Maker:
             self._stats[key] = api.profile(self._plain, self._calibration, config=config, **self._how)
             self._sites = self._sites or find_sites(self._plain)
         if config._custom and key not in self._samples:
-            data = calibration_batches(self._plain, self._calibration, self._how["tokenizer"], config)
+            data = self._data(config)
             cuts = {site.key: self._stats[key][site.key].cut for site in self._sites}
             self._samples[key] = collect_samples(self._plain, data, self._sites, _FIT_TOKENS, thresholds=cuts)
         return self._stats[key]
