@@ -144,7 +144,8 @@ def cases(names: str, shares: list[float], model: nn.Module) -> dict[str, Any]:
         if name in built_in:
             found[name] = built_in[name]
             continue
-        kind = find_method(name) if ".py:" in name else others.get(name)
+        # registered, because fitted methods are kept in files
+        kind = torch_pi2.register_method(find_method(name)) if ".py:" in name else others.get(name)
         if kind is None:
             expected = ", ".join(("all", *built_in, *others, "FILE.py:CLASS"))
             raise ConfigError("--methods", expected=expected, found=repr(name), fix="Choose among them.")

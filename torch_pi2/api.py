@@ -58,7 +58,7 @@ from torch_pi2.rewrite.state import ModelState, SparseState, get_state
 from torch_pi2.store.folder import PI2_FOLDER, check_replaceable, check_separate
 from torch_pi2.store.gguf import gguf_in
 from torch_pi2.store.storefile import open_weights
-from torch_pi2.types.config import Config, check_patterns, configured, method_for
+from torch_pi2.types.config import Config, check_patterns, check_registered, configured, method_for
 from torch_pi2.types.method import LOSSY, PREDICTED, Fitted, Method
 from torch_pi2.types.plan import LayerPlan, Plan, lossy_methods, weights_hash
 from torch_pi2.types.site import FFNSite
@@ -341,6 +341,7 @@ def optimize_quantized(
             "Optimise torch_pi2.load_dense(folder of an import) in memory.",
         )
         raise ConfigError("optimize_quantized(method=...)", expected=expected, found="another", fix=fix)
+    check_registered(config)
     load_library()
     file, folder = gguf_in(source), Path(folder)
     check_separate("optimize_quantized", Path(source), folder)

@@ -12,7 +12,7 @@ from torch import nn
 
 import torch_pi2
 from torch_pi2.decode.decoder import Decoder
-from torch_pi2.errors import ConfigError
+from torch_pi2.errors import ConfigError, ShapeError
 from torch_pi2.formats import KV
 from torch_pi2.serve.batch import Batch
 
@@ -182,3 +182,30 @@ def test_refusals() -> None:
     for name in ("gemma2", "falcon"):
         with pytest.raises(ConfigError, match=r"kv of \w+: expected a model on the CPU .*found soft caps"):
             Decoder(tiny(name), max_tokens=64, kv="int8")
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_known_keys_of_another_format_are_refused(read: bool) -> None:
+    """Before and after a first prompt has allocated memory; other sequences go on."""
+    model = tiny("qwen2")
+    copied = {}
+    for kv in (None, *KV):
+        decoder = Decoder(model, max_tokens=64, kv=kv)
+        decoder.prompt(PROMPT_BT)
+        copied[kv] = decoder.copy_kv(0, 0, 8)
+    for kv in (None, *KV):
+        decoder = Decoder(model, max_tokens=64, batch=2, logits=True, kv=kv)
+        if read:
+            decoder.prompt(PROMPT_BT[:1])
+        for other in {None, *KV} - {kv}:
+            words = rf"expected {kv or 'float'}.*found {other or 'float32'} \[\d+, T, \d+\]"
+            with pytest.raises(ShapeError, match=words):
+                list(decoder.add(PROMPT_BT[:1], [copied[other]]))
+        narrower = [part[..., :-1] for part in copied[kv]]
+        if read or kv:
+            with pytest.raises(ShapeError, match=r"known keys and values: expected .* Copy them from"):
+                list(decoder.add(PROMPT_BT[:1], [narrower]))
+            with pytest.raises(ShapeError, match=r"expected \d tensors, found 2"):
+                list(decoder.add(PROMPT_BT[:1], [copied[kv][:2]]))
+        list(decoder.add(PROMPT_BT[:1], [copied[kv]]))
+        assert decoder.step(torch.ones(1 + read, 1, dtype=torch.int64)).isfinite().all()

@@ -673,3 +673,26 @@ def test_methods_that_cannot_be_used_are_refused_by_name(tmp_path: Path) -> None
     for use in (torch_pi2.restore, lambda m: m.state_dict(), lambda m: m.save_pretrained(tmp_path)):
         with pytest.raises(ConfigError, match="sparse inputs"):
             use(model)
+
+
+def test_a_file_whose_class_is_not_registered_is_refused_before_the_work(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing could open what is written; and a class that needs arguments says which."""
+    (tmp_path / "mine.py").write_text(FILE.replace("@torch_pi2.register_method", ""))
+    (tmp_path / "needy.py").write_text(FILE + "\n    def __init__(self, share, *, depth, seed=0): ...\n")
+    golden = Path(__file__).parents[1] / "data" / "gguf" / "tiny-llama.q4_k_m.gguf"
+    model = Path(__file__).parents[2] / "examples" / "models" / "drelu-stdlib-5m"
+    for made_of, name, message in (
+        (golden, "mine.py", "saving method Every: expected a registered class"),
+        (model, "mine.py", "saving method Every: expected a registered class"),
+        (model, "needy.py", "made without arguments, found one that needs share, depth. Give them defaults"),
+    ):
+        what = ["optimize", str(made_of), "--method", f"{tmp_path / name}:Every", "--out", str(tmp_path / "out")]
+        assert main([*what, "--no-verdict", "--trust-remote-code", "-q"]) == 2
+        assert message in capfd.readouterr().err
+        assert not (tmp_path / "out").exists()
+    found = optimised("llama", f"{tmp_path / 'mine.py'}:Every")
+    with pytest.raises(ConfigError, match="saving method Every"):
+        torch_pi2.save(found, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -39,8 +39,7 @@ class Plugins(Generic[T]):
         path, colon, attribute = name.rpartition(":")
         if files and colon and path.endswith(".py"):
             found = runpy.run_path(path).get(attribute) if Path(path).is_file() else None
-            made = self._check(found, name)
-            return self.register(made) if getattr(made, "name", None) and made not in self._known.values() else made
+            return self._check(found, name)
         for point in () if name in self._known else entry_points(group=self._group, name=name):
             self._known[name] = self._check(point.load(), f"entry point {name} of {self._group}")
         return self._known.get(name)

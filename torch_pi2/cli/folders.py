@@ -8,6 +8,7 @@ from typing import Any
 
 from torch_pi2.errors import ArtifactError
 from torch_pi2.export.manifest import MANIFEST_FILE
+from torch_pi2.store.folder import quantised_by, read_config
 from torch_pi2.store.gguf import SUFFIX, gguf_in
 from torch_pi2.store.storefile import STORE_FILE
 from torch_pi2.store.weights import WEIGHTS_FILE
@@ -58,11 +59,7 @@ def is_quantised(path: str | Path) -> bool:
     """Whether ``path`` is a GGUF file, or a checkpoint that another tool has quantised."""
     if (file := gguf_in(path)) is not None:
         return file.is_file()
-    if kind_of(Path(path)) != "checkpoint":
-        return False
-    from torch_pi2.store.folder import quantised_by, read_config  # which imports torch
-
-    return bool(quantised_by(read_config(Path(path))))
+    return kind_of(Path(path)) == "checkpoint" and bool(quantised_by(read_config(Path(path))))
 
 
 def check(args: argparse.Namespace, alone: bool = False) -> None:

@@ -13,7 +13,7 @@ from torch_pi2.base.reading import parse, read_bytes
 from torch_pi2.cli import common
 from torch_pi2.cli.processes import coordinated
 from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error
-from torch_pi2.types.config import Config
+from torch_pi2.types.config import Config, check_registered
 
 if TYPE_CHECKING:
     from torch import nn
@@ -244,6 +244,8 @@ def _is_in_one_file(folder: Path, settings: Any) -> bool:
 def load_calibration(args: argparse.Namespace) -> "tuple[Config, nn.Module, Any, str]":
     """Settings, the dense model, its tokenizer, and enough calibration text for the settings."""
     config = common.config_of(args)
+    if args.verb != "profile":  # whose result holds no methods
+        check_registered(config)
     model, tokenizer = load_dense(args), load_tokenizer(args)
     return config, model, tokenizer, common.text_of(args, tokenizer, config.calibration_tokens)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch_pi2.base.fields import to_json
 from torch_pi2.base.progress import phase
-from torch_pi2.cli import common, folders, models, verdict
+from torch_pi2.cli import common, models, verdict
 from torch_pi2.cli.processes import check_alone, end_of_group
 from torch_pi2.types.config import Config
 
@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     import torch_pi2
+    from torch_pi2.cli.folders import is_quantised
     from torch_pi2.cli.inspect import describe
     from torch_pi2.eval.verdict import bytes_of, judge
     from torch_pi2.rewrite.state import get_state
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     common.check_out(args.out)
     check_replaceable(args.out)
     check_separate("optimize", args.model, args.out)
-    if folders.is_quantised(args.model):
+    if is_quantised(args.model):
         return _of_quantised(args)
     stats = models.load_stats(args.stats) if args.stats else None
     if args.predictors and stats is None:

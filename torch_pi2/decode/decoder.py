@@ -418,6 +418,7 @@ class Decoder:
             self._measure_keys()
             at = 0
             for part in known:
+                self._kv.check_copied(part)
                 self._kv.put(row, at, part)
                 at += part[0].shape[1]
             if states is not None:

@@ -53,6 +53,12 @@ def check_dtype(before: torch.Tensor, new: torch.Tensor) -> None:
         raise of_another_dtype(dtype_name(before.dtype), dtype_name(new.dtype))
 
 
+def _form(states: torch.Tensor) -> str:
+    """The format, heads and width of ``[heads, T, width]``; width is of bytes in a format of ``kv``."""
+    kind = next((kv for kv, dtype in KV_DTYPES.items() if dtype == states.dtype), dtype_name(states.dtype))
+    return f"{kind} [{states.shape[0]}, T, {states.shape[-1]}]"
+
+
 class LayerMemory:
     """Keys and values of one layer, ``[rows, heads, max_tokens, width]``, allocated by the first prompt. ``kv``: their
     format if it is not the model's dtype (:data:`torch_pi2.ops.attention.KV_DTYPES`); width is then bytes.
@@ -442,6 +448,24 @@ class KeyValues:
         """Copies of keys and values ``[heads, last - first, width]`` of a row, by layer, on the CPU."""
         parts = (tensor[row, :, first:last] for memory in self._memory for tensor in memory.tensors())
         return [part.to("cpu", copy=True) for part in parts]
+
+    def check_copied(self, copied: list[torch.Tensor]) -> None:
+        """Raises ShapeError: tensors of other layers, or in another format, than :meth:`copied` gives here."""
+        wanted = list[str]()
+        for memory in self._memory:
+            if memory.center is not None and memory.kv is not None:
+                heads, width = memory.center.shape[1], kv_row_bytes(memory.kv, memory.center.shape[3])
+                wanted += 2 * [f"{memory.kv} [{heads}, T, {width}]"]
+            else:
+                wanted += [_form(t[0]) for t in memory.tensors()] or 2 * ["float"]
+        found = [_form(t) for t in copied]
+        for one, other in zip(wanted, found):
+            if one != other and (one != "float" or other.startswith(tuple(KV_DTYPES))):
+                fix = "Copy them from a Decoder of this model with the same kv."
+                raise ShapeError("known keys and values", expected=one, found=other, fix=fix)
+        if len(wanted) != len(found):
+            fix = "Copy them from a Decoder of this model."
+            raise ShapeError("known keys and values", expected=f"{len(wanted)} tensors", found=f"{len(found)}", fix=fix)
 
     def put(self, row: int, first: int, copied: list[torch.Tensor]) -> None:
         """Write the result of :meth:`copied` into a row, from token ``first`` on."""

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from inspect import signature
 from typing import Any
 
 from torch_pi2.base.fields import argument, check_fields, limited, to_json
@@ -102,7 +103,16 @@ class Config:
 
 def _custom_of(value: Any) -> Any:
     """The method itself, or one of the class of this name. Raises ConfigError: there is none."""
-    made = find_method(value)() if isinstance(value, str) else value
+    made = value
+    if isinstance(value, str):
+        kind = find_method(value)
+        parts = signature(kind).parameters.values()
+        needed = [p.name for p in parts if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        if needed:
+            fix = "Give them defaults, or pass an object of the class in Python."
+            what, expected = f"method {value}", "a class that is made without arguments"
+            raise ConfigError(what, expected=expected, found=f"one that needs {', '.join(needed)}", fix=fix)
+        made = kind()
     if not isinstance(made, Fitted):
         argument(value, "Config.method").wrong("the name of a method, or a torch_pi2.SparseMethod")
     return made
@@ -111,6 +121,12 @@ def _custom_of(value: Any) -> Any:
 def method_for(config: Config, key: str) -> Any:
     """The method of layer ``key``, of the first pattern that matches it, or None."""
     return next((method for pattern, method in config._custom.items() if fnmatchcase(key, pattern)), None)
+
+
+def check_registered(config: Config) -> None:
+    """Raises ConfigError: files cannot name a method of ``config``."""
+    for method in config._custom.values():
+        method.check_registered()
 
 
 def check_patterns(config: Config, keys: Sequence[str]) -> None:

@@ -145,12 +145,16 @@ class Fitted:
                 raise ConfigError(what, expected="what JSON can hold, or a tensor", found=shown(value), fix=fix)
         return found
 
-    def fields(self) -> dict[str, Any]:
-        """JSON fields in a file. Raises ConfigError: it has no name, or :meth:`settings`."""
+    def check_registered(self) -> None:
+        """Raises ConfigError: files cannot name the class, so that nothing could open them."""
         if plugins.find(self.name, files=False) is not type(self):
             fix = "Give the class a name, and decorate it with torch_pi2.register_method."
             what = f"saving method {type(self).__name__}"
             raise ConfigError(what, expected="a registered class", found="another", fix=fix)
+
+    def fields(self) -> dict[str, Any]:
+        """JSON fields in a file. Raises ConfigError: as :meth:`check_registered` and :meth:`settings`."""
+        self.check_registered()
         return {"name": self.name, "settings": self.settings(), "tensors": sorted(self.tensors())}
 
     @classmethod
