@@ -59,7 +59,7 @@ from torch_pi2.store.folder import PI2_FOLDER, check_replaceable, check_separate
 from torch_pi2.store.gguf import gguf_in
 from torch_pi2.store.storefile import open_weights
 from torch_pi2.types.config import Config, check_patterns, check_registered, configured, method_for
-from torch_pi2.types.method import LOSSY, PREDICTED, Fitted, Method
+from torch_pi2.types.method import LOSSY, PREDICTED, Fitted, Method, prepare
 from torch_pi2.types.plan import LayerPlan, Plan, lossy_methods, weights_hash
 from torch_pi2.types.site import FFNSite
 from torch_pi2.types.stats import ActivationStats, LayerStats
@@ -469,7 +469,7 @@ def _optimize(
 ) -> None:
     load_library()
     for method in config._custom.values():
-        method.prepare(model)
+        prepare(method, model)
     if data is None and stats is None:
         _optimize_without_data(model, config, progress, sites=sites)
         return

@@ -160,6 +160,17 @@ def test_on_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     assert "in one go" in capfd.readouterr().err
 
 
+def test_options_without_an_effect_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    what = ["optimize", "--method", "threshold", "--out", str(tmp_path / "out")]
+    for option, value in (("dtype", "bfloat16"), ("activations", "float"), ("activations", "int8")):
+        assert cli.main([*what, str(GOLDEN), f"--{option}", value]) == 2
+        said = capfd.readouterr().err
+        assert f"--{option} with {GOLDEN}: expected none" in said
+        assert f"found {value}. Leave it out; torch_pi2.load(folder, {option}=...) chooses." in said
+    assert cli.main([*what, str(tmp_path / "none.gguf")]) == 2
+    assert "none.gguf: expected a GGUF file or a folder, found nothing of that name" in capfd.readouterr().err
+
+
 def test_another_tools_folder(tmp_path: Path) -> None:
     quantised(tmp_path / "in", "gptq")
     torch_pi2.optimize_quantized(tmp_path / "in", tmp_path / "out", IDS, method="threshold", sparsity=0.5, **QUICK)

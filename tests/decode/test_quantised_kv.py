@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import recurrent
 import torch
 import transformers
 from tiny_models import VOCAB, tiny
@@ -182,6 +183,14 @@ def test_refusals() -> None:
     for name in ("gemma2", "falcon"):
         with pytest.raises(ConfigError, match=r"kv of \w+: expected a model on the CPU .*found soft caps"):
             Decoder(tiny(name), max_tokens=64, kv="int8")
+    model.set_attn_implementation("eager")
+    with pytest.raises(ConfigError, match=r"found attention 'eager'. Call model.set_attn_implementation\('sdpa'\)"):
+        Decoder(model, max_tokens=64, kv="int8")
+    model.set_attn_implementation("sdpa")
+    assert Decoder(model, max_tokens=64, kv="int8").prompt(PROMPT_BT).shape == (1, 1)
+    for name in ("mamba", "mamba2"):
+        with pytest.raises(ConfigError, match=r"found recurrent states alone, without keys and values. Leave it out"):
+            Decoder(recurrent.tiny(name), max_tokens=64, kv="int8")
 
 
 @pytest.mark.parametrize("read", [False, True])

@@ -377,7 +377,7 @@ def test_policies_are_found_by_name(
 def test_policies_that_are_none(folder: Path, tmp_path: Path) -> None:
     accesses, lru = made_up(0), lru_file(tmp_path)
     for name, message in (
-        (str(tmp_path / "none.py:Lru"), "expected a class that derives from CachePolicy, found None"),
+        (str(tmp_path / "none.py:Lru"), r"class of a file: expected a file .*none\.py, found none of that name"),
         (lru.replace("Lru", "Lfu"), "expected a class that derives from CachePolicy, found None"),
         ("lfu2", r"policy: expected lru or .* or optimal.*, found 'lfu2'. Choose one of them, or FILE.py:CLASS"),
     ):

@@ -352,6 +352,14 @@ def test_a_bias_that_cannot_be_added_is_refused_by_name() -> None:
     with pytest.raises(ShapeError, match=r"Short\.bias_H: expected finite numbers \(\d+,\), found \(3,\)"):
         optimised("llama", Short())
 
+    class Broken(Biased):
+        def fit(self, layer: torch_pi2.LayerSamples) -> None:
+            super().fit(layer)
+            self.bias_H[1] = torch.nan
+
+    with pytest.raises(ShapeError, match=r"Broken\.bias_H: expected finite numbers \(\d+,\), found NaN or infinity"):
+        optimised("llama", Broken())
+
 
 @torch_pi2.register_method
 class Scaled(Largest):
@@ -371,6 +379,12 @@ def test_a_method_may_change_the_dense_model_first() -> None:
     assert torch.equal(logits(model), logits(optimised("llama", Largest())))  # powers of two
     up = model.model.layers[1].mlp.down_proj.sparse_ffn.dense_values()["model.layers.1.mlp.up_proj.weight"]
     assert torch.equal(up, 4 * tiny("llama").model.layers[1].mlp.up_proj.weight)
+
+
+def test_prepare_may_not_return_another_model() -> None:
+    other = type("Other", (Largest,), {"prepare": lambda self, model: copy.deepcopy(model)})
+    with pytest.raises(ConfigError, match=r"Other\.prepare: expected None: .* found a LlamaForCausalLM"):
+        optimised("llama", other())
 
 
 @torch_pi2.register_method
@@ -692,6 +706,12 @@ def test_a_file_whose_class_is_not_registered_is_refused_before_the_work(
         assert main([*what, "--no-verdict", "--trust-remote-code", "-q"]) == 2
         assert message in capfd.readouterr().err
         assert not (tmp_path / "out").exists()
+    for name, message in (
+        ("gone.py:Every", "expected a file .*gone.py, found none of that name"),
+        ("mine.py:Gone", "expected a class that derives from SparseMethod or InputMethod, found None"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            torch_pi2.Config(method=str(tmp_path / name))
     found = optimised("llama", f"{tmp_path / 'mine.py'}:Every")
     with pytest.raises(ConfigError, match="saving method Every"):
         torch_pi2.save(found, tmp_path / "out")

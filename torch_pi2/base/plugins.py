@@ -13,11 +13,12 @@ T = TypeVar("T")
 
 class Plugins(Generic[T]):
     """Subclasses of ``base`` by their attribute ``name``: registered ones, those of the entry points ``group``, and any
-    class as ``FILE.py:CLASS``. ``built_in`` gives names that are taken. Methods raise ConfigError.
+    class as ``FILE.py:CLASS``. ``built_in`` gives names that are taken. ``bases``: what users derive from, if it is not
+    ``base``. Methods raise ConfigError.
     """
 
-    def __init__(self, base: type[T], group: str, built_in: Callable[[], Collection[str]]) -> None:
-        self._base, self._group, self._built_in = base, group, built_in
+    def __init__(self, base: type[T], group: str, built_in: Callable[[], Collection[str]], bases: str = "") -> None:
+        self._base, self._group, self._built_in, self._bases = base, group, built_in, bases or base.__name__
         self._known: dict[str, type[T]] = {}
 
     def register(self, made: type[T]) -> type[T]:
@@ -38,13 +39,14 @@ class Plugins(Generic[T]):
         """
         path, colon, attribute = name.rpartition(":")
         if files and colon and path.endswith(".py"):
-            found = runpy.run_path(path).get(attribute) if Path(path).is_file() else None
-            return self._check(found, name)
+            if not Path(path).is_file():
+                argument(name, "class of a file", "Check the file's name.").wrong(f"a file {path}", "none of that name")
+            return self._check(runpy.run_path(path).get(attribute), name)
         for point in () if name in self._known else entry_points(group=self._group, name=name):
             self._known[name] = self._check(point.load(), f"entry point {name} of {self._group}")
         return self._known.get(name)
 
     def _check(self, made: object, what: str) -> type[T]:
         if not isinstance(made, type) or not issubclass(made, self._base):
-            argument(made, what).wrong(f"a class that derives from {self._base.__name__}")
+            argument(made, what).wrong(f"a class that derives from {self._bases}")
         return made

@@ -33,6 +33,7 @@ from torch_pi2.rewrite.skeleton import check_filled, fill, places, put, skeleton
 from torch_pi2.store.folder import PI2_FOLDER
 from torch_pi2.store.storefile import STORE_FILE, open_weights, weights_path
 from torch_pi2.store.weights import WEIGHTS_FILE, QuantizedWeights, metadata, neuron_specs
+from torch_pi2.types.method import prepare
 from torch_pi2.types.offload import OffloadConfig
 from torch_pi2.types.plan import LayerPlan, Plan
 from torch_pi2.types.shard import GroupConfig
@@ -321,7 +322,8 @@ def _prepare(model: nn.Module, plan: Plan) -> None:
     """Exchange the modules of ``model``, which has no weights yet, as the methods of its plan did (``prepare``)."""
     custom = Field(plan.made_by, "plan.json, made_by", "Make the folder again.").at("config").at("custom", {})
     for entry in custom.each().values():
-        InputMethod.read({}, Field({**entry.value, "tensors": []}, entry.path, entry.fix), 0.0, None).prepare(model)
+        method = InputMethod.read({}, Field({**entry.value, "tensors": []}, entry.path, entry.fix), 0.0, None)
+        prepare(method, model)
 
 
 def _with_biases(ffn: SparseFFN, weights: QuantizedWeights) -> SparseFFN:

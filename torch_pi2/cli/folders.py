@@ -77,7 +77,7 @@ def check(args: argparse.Namespace, alone: bool = False) -> None:
         if verb == "optimize" and is_quantised(path):
             continue
         if not os.path.lexists(path) and (not _HUB.fullmatch(str(path)) or str(path).lower().endswith(SUFFIX)):
-            expected = " or ".join(["a GGUF file"] * (verb in _TAKE_GGUF) + ["a folder"])
+            expected = " or ".join(["a GGUF file"] * (verb in (*_TAKE_GGUF, "optimize")) + ["a folder"])
             raise ArtifactError(str(path), expected=expected, found="nothing of that name", fix="Check the name.")
         if (file := gguf_in(path)) is not None and file.is_file():
             found, command = "a GGUF file", f"torch-pi2 import {file} --out DIR"

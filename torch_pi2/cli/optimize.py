@@ -14,6 +14,7 @@ from torch_pi2.base.fields import to_json
 from torch_pi2.base.progress import phase
 from torch_pi2.cli import common, models, verdict
 from torch_pi2.cli.processes import check_alone, end_of_group
+from torch_pi2.errors import ConfigError
 from torch_pi2.types.config import Config
 
 EXAMPLE = "torch-pi2 optimize my-model --out my-sparse-model --method lowrank"
@@ -83,6 +84,11 @@ def _of_quantised(args: argparse.Namespace) -> dict[str, Any]:
     for option in ("stats", "predictors", "hardware"):
         if getattr(args, option) is not None:
             raise common.excludes(f"--{option}", args.model, "a quantised model is optimised in one go")
+    for option in ("dtype", "activations"):
+        if (value := getattr(args, option)) not in (None, "auto"):
+            expected = "none: the folder keeps the dtype and activations of the file"
+            fix = f"Leave it out; torch_pi2.load(folder, {option}=...) chooses."
+            raise ConfigError(f"--{option} with {args.model}", expected=expected, found=str(value), fix=fix)
     source, file, config = args.model, gguf_in(args.model), common.config_of(args)
     if file is not None:
         args.model = str(cached_import(file, packed=False, progress=not args.quiet))

@@ -3,7 +3,7 @@
 import inspect
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -71,10 +71,13 @@ def uses_our_attention(model: nn.Module) -> bool:
 
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     sinks = has_sinks(model)
-    if not all(p._supports_attention_backend and (sinks or uses_sdpa(p.config)) for p in parts):
-        return False
+    return all(sinks or uses_sdpa(p.config) for p in parts) and _could_use_ours(parts)
+
+
+def _could_use_ours(parts: Sequence[Any]) -> bool:
+    """Whether ours computes attention of these parts of a model once they use ``sdpa``."""
     others = [getattr(p.config, k, none) not in (none, None) for p in parts for k, none in _OTHER_ATTENTION.items()]
-    return not any(others)
+    return all(p._supports_attention_backend for p in parts) and not any(others)
 
 
 def check_kv(model: nn.Module, kv: str | None) -> None:
@@ -86,6 +89,13 @@ def check_kv(model: nn.Module, kv: str | None) -> None:
     if device_of(model).type != "cpu" or not ours:
         found = f"it on {device_of(model)}" if ours else "soft caps, masks that are added, or attention of its own"
         expected = "a model on the CPU with transformers' sdpa, which ours replaces"
+        kinds = getattr(getattr(model, "config", None), "layer_types", None)
+        parts = [part for part in model.modules() if hasattr(part, "_supports_attention_backend")]
+        if kinds and RECURRENT.issuperset(kinds):
+            found, fix = "recurrent states alone, without keys and values", "Leave it out."
+        elif not ours and not attends_itself(model) and _could_use_ours(parts):
+            found = f"attention {getattr(model.config, '_attn_implementation', None)!r}"
+            fix = "Call model.set_attn_implementation('sdpa') first."
         raise ConfigError(f"kv of {type(model).__name__}", expected=expected, found=found, fix=fix)
 
 

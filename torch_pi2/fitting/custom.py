@@ -40,6 +40,7 @@ def fit_method(method: SparseMethod, model: nn.Module, site: FFNSite, samples: S
         argument(own.scope, f"scope of {type(own).__name__} with bias_H", fix).text(("token",))
         if not isinstance(bias_H, torch.Tensor) or bias_H.shape != (site.hidden,) or not bias_H.isfinite().all():
             found = str(tuple(bias_H.shape)) if isinstance(bias_H, torch.Tensor) else type(bias_H).__name__
+            found = "NaN or infinity" if found == f"({site.hidden},)" else found
             raise ShapeError(what, expected=f"finite numbers ({site.hidden},)", found=found, fix=fix)
     own.settings()
     return own

@@ -45,8 +45,9 @@ class SparseMethod(Fitted):
             without experts. ``eval`` takes the first half of its windows for prompts.
         cut_I: in place of :meth:`select`: float32 ``[I]``, thresholds on ``|act(gate)|`` (on ``|act(up)|`` in a layer
             without a gate). The kernels compute the gate of every neuron and skip the rest of those below.
-        bias_H: float32 ``[H]`` or None: added to the layer's output for tokens that skip neurons, as a part of down's
-            bias, which takes no time (SPON, arXiv 2512.12744). With scope ``token``, for layers without experts.
+        bias_H: float32 ``[H]`` or None: added to the layer's output for each token that :meth:`select` is asked about
+            (or ``cut_I``), as a part of down's bias, which takes no time (SPON, arXiv 2512.12744). With scope
+            ``token``, for layers without experts.
         card: what it does on calibration tokens that it was not fitted to, or None.
     """
 

@@ -100,7 +100,7 @@ class Fitted:
     rank: ClassVar[int] = 0
 
     def prepare(self, model: Any) -> None:
-        """Change the dense ``model`` in place. :func:`torch_pi2.optimize` calls it once, before everything else."""
+        """Change the dense ``model`` in place, and return None. :func:`torch_pi2.optimize` calls it first, once."""
 
     def allocate(self, layers: Mapping[str, Any]) -> None:
         """Called once with what :meth:`fit` of each layer will be given, by the layers' names, to divide a share among
@@ -177,6 +177,15 @@ class Fitted:
         return {name: value for name, value in vars(self).items() if name[0] != "_" and name != "card"}
 
 
+def prepare(method: Fitted, model: Any) -> None:
+    """``method.prepare(model)``. Raises ConfigError: it returned something, which nothing would use."""
+    found: Any = method.prepare(model)  # type: ignore[func-returns-value]
+    if found is not None:
+        what, fix = f"{type(method).__name__}.prepare", "Exchange its modules: model.set_submodule(name, module)."
+        expected = "None: it changes the model that it is given"
+        raise ConfigError(what, expected=expected, found=f"a {type(found).__name__}", fix=fix)
+
+
 def _is_tensor(value: Any) -> bool:
     import torch
 
@@ -191,7 +200,7 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-plugins = Plugins(Fitted, "torch_pi2.methods", lambda: ("auto", *Method))
+plugins = Plugins(Fitted, "torch_pi2.methods", lambda: ("auto", *Method), "SparseMethod or InputMethod")
 
 
 def find_method(name: str, files: bool = True) -> type[Any]:
