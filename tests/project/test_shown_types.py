@@ -25,6 +25,7 @@ intermediate: int
 model: Any
 small: nn.Module
 text: str
+held_out: str
 tokenizer: Any
 class Mine(torch_pi2.SparseMethod):
     def __init__(self, share: float = 0.5) -> None: ...

@@ -326,7 +326,7 @@ class NeuronClusterMode(PredictedMaskMode):
 
     @checked
     @fresh_settings()
-    def __init__(self, plan: Plan, predictors: Mapping[str, Predictor] | None = None) -> None:
+    def __init__(self, plan: Plan, predictors: Mapping[str, Any] | None = None) -> None:
         predictors, model = predictors or {}, plan.model()
         if has_sparse_layers(model):
             dense = argument(model, "NeuronClusterMode", "Call torch_pi2.restore(model) first.")
