@@ -212,7 +212,7 @@ def test_the_budget_is_obeyed_and_used(score: str) -> None:
         assert (made["score"], made["max_loss"]) == (score, budget)
         shares = [point["skipped"] for point in made["loss_curve"]]
         assert shares == sorted(shares)
-        assert len(shares) == 14
+        assert 6 <= len(shares) <= 14  # five halvings after the first share that costs too much
         assert made["loss_curve"][0]["change"] < budget < made["loss_curve"][-1]["change"]
         skipped.append(1 - sum(layer.expected_active for layer in model.torch_pi2.plan.layers) / 2)
     assert 0.05 < skipped[0] < skipped[1]
