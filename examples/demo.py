@@ -134,7 +134,7 @@ def verdict_on(sparse: Any, dense: Any, folder: Path, tokenizer: Any, compared: 
     found = judge(sparse, dense, folder, made=["make demo"], not_measured={"loss": "it was, above"})
     loss = Loss(compared["loss_change"], compared["tokens"], "held-out text (source of Python's standard library)")
     found = replace(found, loss=loss, not_measured={})
-    verdict.keep(folder, found, MODEL)
+    found.save(folder / "pi2")
     return found
 
 
