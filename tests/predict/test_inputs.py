@@ -265,5 +265,5 @@ def test_the_command_line_writes_and_runs_it(tmp_path: Path, capfd: pytest.Captu
     assert said.count("inputs (teal)") == 35
     assert "35 int4 by channel" in said
     assert f"--method {teal}" in "".join(line.strip() + " " for line in said.splitlines())
-    assert "lossy (int4 weights and sparse inputs)" in said
+    assert "lossy (int4 weights, sparse inputs)" in said
     assert main(["generate", out, "--prompt", "import os", "--max-new-tokens", "5", "-q"]) == 0

@@ -303,7 +303,7 @@ class KernelCases:
     def _products(self, x_TH: torch.Tensor, neurons: int, act: str) -> Ready:
         sizes = {"hidden": self.hidden, "intermediate": neurons, "rows_per_neuron": 3}
         site = SimpleNamespace(**sizes, activation=act, gated=True, activation_on_up=False)
-        nothing = {"bias_gate": None, "bias_up": None, "bias_down": None, "threshold": 0.0, "n_hot": 0}
+        nothing = {"bias_gate": None, "bias_up": None, "bias_out": lambda skips: None, "threshold": 0.0, "n_hot": 0}
         layer: Any = SimpleNamespace(site=site, weights=self.kind, neuron_rows=None, **nothing)
 
         def ready() -> Callable[[], object]:
