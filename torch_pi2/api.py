@@ -59,7 +59,7 @@ from torch_pi2.store.folder import PI2_FOLDER, check_replaceable, check_separate
 from torch_pi2.store.gguf import gguf_in
 from torch_pi2.store.storefile import open_weights
 from torch_pi2.types.config import Config, check_patterns, check_registered, configured, method_for
-from torch_pi2.types.method import LOSSY, PREDICTED, Fitted, Method, prepare
+from torch_pi2.types.method import LOSSY, PREDICTED, Method, prepare
 from torch_pi2.types.plan import LayerPlan, Plan, lossy_methods, weights_hash
 from torch_pi2.types.site import FFNSite
 from torch_pi2.types.stats import ActivationStats, LayerStats
@@ -335,11 +335,9 @@ def optimize_quantized(
     if changed := [f"{name}={y}" for name, y in given.items() if y != getattr(Config(), name)]:
         what, fix = f"optimize_quantized({', '.join(changed)})", "Leave it out."
         raise ConfigError(what, expected="the weights of the file", found="others", fix=fix)
-    if of_inputs(config) or any(type(y).prepare is not Fitted.prepare for y in config._custom.values()):
-        expected, fix = (
-            "a SparseMethod without prepare",
-            "Optimise torch_pi2.load_dense(folder of an import) in memory.",
-        )
+    if of_inputs(config) or any(method.changes_model for method in config._custom.values()):
+        fix = "Optimise torch_pi2.load_dense(folder of an import) in memory."
+        expected = "a SparseMethod without prepare"
         raise ConfigError("optimize_quantized(method=...)", expected=expected, found="another", fix=fix)
     check_registered(config)
     load_library()
@@ -375,13 +373,13 @@ def _pays(layer: LayerPlan, bits: Mapping[str, float]) -> bool:
     ``bits`` a weight by the names of linear layers; True for what is in neurons anyway.
     """
     site = layer.site
-    of = {role: bits.get(ref.weight.removesuffix(".weight")) for role, ref in site.refs.items()}
-    if site.experts is not None or None in of.values():
+    names = {role: ref.weight.removesuffix(".weight") for role, ref in site.refs.items()}
+    if site.experts is not None or not bits.keys() >= set(names.values()):
         return True
-    first, *rest = [*(y or 0.0 for role, y in of.items() if role != "down"), FORMATS["int8"].bits_per_weight]
+    first, *rest = [*(bits[name] for role, name in names.items() if role != "down"), FORMATS["int8"].bits_per_weight]
     share = (layer.n_hot + layer.n_cold * layer.expected_active) / site.intermediate
     read = share * (first + sum(rest)) if layer.method in PREDICTED else first + share * sum(rest)
-    return read < sum(y or 0.0 for y in of.values())
+    return read < sum(bits[name] for name in names.values())
 
 
 @checked

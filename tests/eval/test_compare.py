@@ -10,8 +10,7 @@ import ggufs
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_models import tiny
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny_models import tiny, wider
 
 import torch_pi2
 from torch_pi2 import compare
@@ -61,14 +60,6 @@ class Magnitude(torch_pi2.InputMethod):
 
     def fit(self, linear: torch_pi2.LinearSamples) -> None:
         self.threshold = float(linear.x_TK.abs().flatten().quantile(0.6))
-
-
-def wider() -> Any:
-    """Layers that are not too small to be replaced by input-sparse ones."""
-    torch.manual_seed(0)
-    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "initializer_range": 0.2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes, **heads)).eval()
 
 
 def masked(share: float, whole: int) -> Any:

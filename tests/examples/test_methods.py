@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import tiny
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny_models import tiny, wider
 
 import torch_pi2
 from torch_pi2.decode.decoder import Decoder
@@ -338,14 +337,6 @@ def test_r_sparse_multiplies_small_inputs_by_the_low_rank_part() -> None:
         np.testing.assert_allclose(found.numpy(), wanted, atol=1e-4)
     part = torch_pi2.LinearSamples("layers.0.mlp.up_proj.lowrank_a", layer.weight_NK, layer.x_TK)
     assert fitted("r_sparse", part, 0.3).threshold == 0
-
-
-def wider() -> Any:
-    """Layers that are not too small to be replaced."""
-    torch.manual_seed(0)
-    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "initializer_range": 0.2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes, **heads)).eval()
 
 
 @pytest.mark.parametrize("stem", INPUTS)

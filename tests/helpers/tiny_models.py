@@ -188,3 +188,19 @@ def plain(*blocks: nn.Module) -> nn.Module:
     """Blocks one after another, randomised, in eval mode."""
     torch.manual_seed(0)
     return randomise(nn.Sequential(*blocks).eval())
+
+
+def wider(bias: bool = False, dtype: torch.dtype = torch.float32) -> Any:
+    """A random Llama whose linear layers are not too small to be replaced, by quantised or input-sparse ones."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "attention_bias": bias}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "initializer_range": 0.2, "mlp_bias": bias}
+    model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes, **heads, dtype=dtype))
+    for name, parameter in model.named_parameters():
+        if name.endswith(".bias"):
+            torch.nn.init.normal_(parameter)
+    for parameter in model.parameters():  # no buffers
+        parameter.data = parameter.data.to(dtype)
+    return model.eval()

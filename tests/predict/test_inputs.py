@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny_models import wider
 
 import torch_pi2
 from torch_pi2.base.tensorfile import TensorReader
@@ -57,19 +57,6 @@ class Split(Channels):
     def prepare(self, model: Any) -> None:
         for layer in model.model.layers:
             layer.mlp.down_proj = Two(layer.mlp.down_proj)
-
-
-def wider(bias: bool = False, dtype: torch.dtype = torch.float32) -> Any:
-    torch.manual_seed(0)
-    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "attention_bias": bias}
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "initializer_range": 0.2, "mlp_bias": bias}
-    model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes, **heads, dtype=dtype))
-    for name, parameter in model.named_parameters():
-        if name.endswith(".bias"):
-            torch.nn.init.normal_(parameter)
-    for parameter in model.parameters():  # no buffers
-        parameter.data = parameter.data.to(dtype)
-    return model.eval()
 
 
 @torch.no_grad()

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from tiny_models import tiny, wider
+from transformers import MixtralConfig, MixtralForCausalLM
 
 import torch_pi2
 from torch_pi2.base import plugins
@@ -485,14 +485,6 @@ class Magnitude(torch_pi2.InputMethod):
             self.scale_K = linear.weight_NK.norm(dim=0)
         scale_K = 1 if self.scale_K is None else self.scale_K
         self.threshold = float((linear.x_TK.abs() * scale_K).flatten().quantile(1 - self.share))
-
-
-def wider() -> Any:
-    """Layers that are not too small to be replaced."""
-    torch.manual_seed(0)
-    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "initializer_range": 0.2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes, **heads)).eval()
 
 
 @torch.no_grad()

@@ -208,7 +208,6 @@ class _Maker:
         self._stats: dict[str, ActivationStats] = {}
         self._samples: dict[str, Mapping[str, Samples]] = {}
         self._sites: list[FFNSite] = []
-        self._scratch = tempfile.TemporaryDirectory()
 
     @property
     def width(self) -> float:
@@ -219,38 +218,45 @@ class _Maker:
         """The model of a row, which gets the seconds it took."""
         if self._file is not None and name == "dense":
             row["fit_s"] = 0.0
-            dense: Any = load(self._file)
-            plain: Any = self._plain
-            of_file, own = (y.get_input_embeddings()(torch.arange(16)).float() for y in (dense, plain))
-            if of_file.shape != own.shape or float((of_file - own).norm()) > 0.02 * float(own.norm()):
-                fix = "Pass torch_pi2.load_dense of the folder that it was imported to."
-                raise ConfigError("compare(file=...)", expected="the file of the model", found=str(self._file), fix=fix)
-            return dense
-        alone = callable(config) or name == "dense" or any(map(_alone, config._custom.values()))
-        kept = (
-            None if self._keep is None or alone else self._keep / digest([str(described(config)), *self._data(config)])
-        )
-        ready = kept is not None and (kept / PREDICTORS_FILE).is_file()
-        if not alone and not ready:
-            self._measure(config)
-        started = time.perf_counter()
-        if alone:
-            made = self._copy()
+            return self._dense_of_file(self._file)
+        if callable(config) or name == "dense" or any(map(_alone, config._custom.values())):
+            started, made = time.perf_counter(), self._copy()
             if callable(config):
                 config(made)
             else:
                 config = replace(config, weights="int8") if self._file is not None else config
                 api.optimize(made, self._calibration, config, **self._how)
-        elif self._file is not None:
-            parts = self._parts(config, kept)
             row["fit_s"] = time.perf_counter() - started
-            import_gguf(self._file, Path(self._scratch.name) / "sparse", parts=parts)
-            return load(Path(self._scratch.name) / "sparse")
+            return made
+        kept = self._keep and self._keep / digest([str(described(config)), *self._data(config)])
+        ready = kept is not None and (kept / PREDICTORS_FILE).is_file()
+        stats = None if ready and self._file else self._measure(config, samples=not ready)
+        started = time.perf_counter()
+        if kept is not None and ready:
+            parts = SparseState(Plan.load(kept), load_predictors(kept), stats)
         else:
-            made, parts = self._copy(), self._parts(config, kept)
+            assert stats is not None
+            parts = self._fit(config, stats, kept)
+        if self._file is None:
+            made = self._copy()
             known: Any = {"stats": parts.stats, "predictors": parts.predictors}
             api.optimize(made, self._calibration, config, **known, **self._how)
         row["fit_s"] = time.perf_counter() - started
+        if self._file is not None:
+            with tempfile.TemporaryDirectory() as folder:
+                import_gguf(self._file, Path(folder) / "sparse", parts=parts)
+                made = load(Path(folder) / "sparse")
+        return made
+
+    def _dense_of_file(self, file: Path) -> nn.Module:
+        """Raises ConfigError: it is another model."""
+        dense: Any = load(file)
+        plain: Any = self._plain
+        of_file, own = (y.get_input_embeddings()(torch.arange(16)).float() for y in (dense, plain))
+        if of_file.shape != own.shape or float((of_file - own).norm()) > 0.02 * float(own.norm()):
+            fix = "Pass torch_pi2.load_dense of the folder that it was imported to."
+            raise ConfigError("compare(file=...)", expected="the file of the model", found=str(file), fix=fix)
+        made: nn.Module = dense
         return made
 
     def _copy(self) -> nn.Module:
@@ -260,23 +266,21 @@ class _Maker:
     def _data(self, config: Config) -> list[Batch]:
         return calibration_batches(self._plain, self._calibration, self._how["tokenizer"], config)
 
-    def _measure(self, config: Config) -> ActivationStats:
-        """Statistics, and for methods of one's own samples."""
+    def _measure(self, config: Config, samples: bool) -> ActivationStats:
+        """Statistics, and ``samples`` for methods of one's own."""
         key = str(to_json(config))
         if key not in self._stats:
             self._stats[key] = api.profile(self._plain, self._calibration, config=config, **self._how)
             self._sites = self._sites or find_sites(self._plain)
-        if config._custom and key not in self._samples:
+        if samples and config._custom and key not in self._samples:
             data = self._data(config)
             cuts = {site.key: self._stats[key][site.key].cut for site in self._sites}
             self._samples[key] = collect_samples(self._plain, data, self._sites, _FIT_TOKENS, thresholds=cuts)
         return self._stats[key]
 
-    def _parts(self, config: Config, kept: Path | None) -> SparseState:
-        stats = None if self._file else self._measure(config)
-        if kept is not None and (kept / PREDICTORS_FILE).is_file():
-            return SparseState(Plan.load(kept), load_predictors(kept), stats)
-        stats, fitted = self._measure(config), FittedPredictors()
+    def _fit(self, config: Config, stats: ActivationStats, kept: Path | None) -> SparseState:
+        """What ``config`` is fitted to, also written to the folder ``kept``."""
+        fitted = FittedPredictors()
         if config._custom:
             fitted.update(fit_methods(self._plain, self._sites, config, self._samples[str(to_json(config))]))
         elif config.method in PREDICTED:
@@ -293,7 +297,7 @@ class _Maker:
 
 def _alone(method: Any) -> bool:
     """Whether the statistics of the model's neurons are not of use to ``method``."""
-    return isinstance(method, InputMethod) or type(method).prepare is not Fitted.prepare
+    return isinstance(method, InputMethod) or method.changes_model
 
 
 def _name(method: Any) -> str:

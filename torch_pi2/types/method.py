@@ -102,6 +102,11 @@ class Fitted:
     def prepare(self, model: Any) -> None:
         """Change the dense ``model`` in place, and return None. :func:`torch_pi2.optimize` calls it first, once."""
 
+    @property
+    def changes_model(self) -> bool:
+        """Whether it has a :meth:`prepare` of its own."""
+        return type(self).prepare is not Fitted.prepare
+
     def allocate(self, layers: Mapping[str, Any]) -> None:
         """Called once with what :meth:`fit` of each layer will be given, by the layers' names, to divide a share among
         them: attributes that are set here are those of every copy. Each value is made when it is looked up; keep none.
