@@ -29,7 +29,7 @@ from benchmarks.tables import Result, Table, at, ranged
 from torch_pi2.cli import common
 from torch_pi2.decode.decoder import Decoder
 from torch_pi2.decode.sequence import GeneratedSequence, pick
-from torch_pi2.decode.speculate import MOST_DRAFTED, Drafts, Pace, PromptLookup, Source, speculate
+from torch_pi2.decode.speculate import MOST_DRAFTED, Drafts, Pace, PromptLookup, Source, Speculator
 from torch_pi2.errors import ConfigError
 from torch_pi2.eval.verdict import text_or_random
 from torch_pi2.formats import ACTIVATIONS, QUANTIZED
@@ -188,6 +188,9 @@ class Knowing:
         said = [*self._text[len(tokens) : len(tokens) + count], *([0] * count)][:count]
         return [t if self._random.random() < self._share else (t + 1) % self._vocabulary for t in said]
 
+    def release(self) -> None:
+        """It holds nothing."""
+
 
 class _Timed(Pace):
     """Records the times of passes; ``always``: guess as many tokens as fit, whatever the cost.
@@ -207,7 +210,7 @@ class _Timed(Pace):
         return not self._always and super().off
 
     def count(self, most: int) -> int:
-        return min(self._most, most) * (most >= self._counts[0]) if self._always else super().count(most)
+        return min(self._most, most) * (most >= self.counts[0]) if self._always else super().count(most)
 
     def passed(self, ms: float, guesses: int, right: int) -> None:
         if not self._always:
@@ -300,7 +303,11 @@ class _Bench:
         if kind == PLAIN:
             _plain(decoder, sequence, logits_V, choose)
         else:
-            drafts, _ = speculate(decoder, sequence, prompt, logits_V, choose, source, pace, self._tokens)
+            speculator = Speculator(source, pace)
+            sequence.append(choose(logits_V))
+            while sequence.ended is None:
+                speculator.forward(decoder, prompt, sequence, lambda logits_V: sequence.append(choose(logits_V)))
+            drafts = speculator.drafts
         seconds = time.perf_counter() - started
         return _Round(sequence.tokens, seconds, None if store is None else store.stats(), drafts, pace.full_ms)
 
@@ -318,7 +325,7 @@ def _choice(sequence: GeneratedSequence, given: Sequence[int] | None) -> Callabl
 def _plain(
     decoder: Decoder, sequence: GeneratedSequence, logits_V: torch.Tensor, choose: Callable[[torch.Tensor], int]
 ) -> None:
-    """Decoding as in :func:`speculate`, without guesses."""
+    """Decoding as in :class:`Speculator`, without guesses."""
     sequence.append(choose(logits_V))
     while sequence.ended is None:
         ids_11 = torch.tensor([sequence.tokens[-1:]], dtype=torch.int64, device="cpu")

@@ -200,9 +200,19 @@ def test_guesses_from_the_prompt_change_no_text(command, made) -> None:
     assert guessed["drafts"]["passes"] <= len(guessed["sequences_by_step"])
     assert " drafted tokens accepted]" in command(*argv, "--prompt-lookup", "4").out
     eight = "argument --prompt-lookup: expected at most 7, found 8"
-    both = "--prompt-lookup with --temperature 1: expected one of them"
-    for option, message in ((["--prompt-lookup", "8"], eight), (["--temperature", "1"], both)):
+    both = "expected prompt_lookup, or assistant_model with or without draft_tokens"
+    for option, message in ((["--prompt-lookup", "8"], eight), (["--draft-tokens", "3"], both)):
         assert message in command(*argv, "--prompt-lookup", "4", *option, ok=False).err
+
+
+def test_drafts_of_another_model_change_no_text(command, made) -> None:
+    argv = ["generate", made["exact"], "--prompt", "def f1(a, b):", "--max-new-tokens", "40", "--trust-remote-code"]
+    draft = ["--draft-model", made["lowrank"], "--draft-tokens", "3"]
+    for drawn in ([], ["--temperature", "0.3", "--seed", "7"]):
+        plain, drafted = command(*argv, *drawn, "--json").json, command(*argv, *drawn, *draft, "--json").json
+        assert drafted["text"] == plain["text"]
+        assert 0 <= drafted["drafts"]["accepted"] <= drafted["drafts"]["drafted"]  # steps this short seldom draft
+    assert "nothing of that name" in command(*argv, "--draft-model", "no/such.gguf", ok=False).err
 
 
 def test_generate_records_a_trace(command, made, tmp_path) -> None:

@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from runner_http import until
 from serving import greedy_alone, quantised
 from tiny_models import overflowing, tiny
 
 import torch_pi2
+from torch_pi2.decode import speculate
+from torch_pi2.decode.sequence import Sampling
+from torch_pi2.decode.speculate import Pace
 from torch_pi2.errors import ConfigError, NonFiniteError, ShapeError
 from torch_pi2.layers.prompt import has_tiles
 from torch_pi2.serve.batch import Batch, EndEvent, Sequence, TokenEvent
@@ -89,6 +93,44 @@ def test_a_prompt_that_comes_to_nothing(model: Any, monkeypatch: pytest.MonkeyPa
     assert gone.ended.reason == how
     assert isinstance(gone.ended.error, MemoryError if how == "error" else type(None))
     assert batch.counts.ended == {"length": len(others), how: 1}
+
+
+@pytest.mark.parametrize("sampling", [None, Sampling(0.5)])
+def test_drafts_change_no_answer(model: Any, monkeypatch: pytest.MonkeyPatch, sampling: Sampling | None) -> None:
+    """One sequence has drafts while it is alone; a constraint that fails, a bias and log probabilities are its own."""
+
+    class Always(Pace):
+        off = False
+
+        def count(self, most: int) -> int:
+            return max((n for n in self.counts if n <= most), default=0)
+
+        def passed(self, ms: float, guesses: int, right: int) -> None:
+            """It drafts whatever that takes."""
+
+    monkeypatch.setattr(speculate, "Pace", Always)
+    chance = random.Random(1)
+    prompts = [[chance.randrange(3, 90) for _ in range(tokens)] for tokens in (1, 20, 60, 9)]
+    answers = list[Any]()
+    for way in ({}, {"assistant_model": model, "draft_tokens": 3}, {"prompt_lookup": 5}):
+        batch = Batch(model, max_tokens=200, max_batch_size=2, prefix_bytes=1 << 20, **way)
+        batch.start()
+        heard = [Heard(ids, 30) for ids in prompts]
+        for one in heard:
+            one.sequence.sampling, one.sequence.bias, one.sequence.top = sampling, {5: 1.0, 6: -1.0}, 2
+        for one in heard[:2]:  # alone, one after another
+            batch.submit(one.sequence)
+            until(lambda one=one: one.ended is not None)
+        for one in heard[2:]:  # together
+            batch.submit(one.sequence)
+        batch.close()
+        answers.append([(one.tokens, one.reason, one.error) for one in heard])
+        assert batch.counts.answer_tokens == 4 * 30
+        assert (batch.drafts is None) == (not way)
+        if batch.drafts is not None:
+            assert batch.drafts.passes > 0
+            assert batch.counts.steps < 4 * 30 - batch.drafts.accepted
+    assert answers[0] == answers[1] == answers[2]
 
 
 def test_a_model_whose_sequences_need_one_length(caplog: pytest.LogCaptureFixture) -> None:

@@ -58,6 +58,22 @@ def test_answers_are_those_to_all_that_was_said(model: nn.Module, tokenizer: Any
     )
 
 
+@pytest.mark.parametrize("sampling", [None, Sampling(0.3)])
+def test_drafts_change_no_answer(model: nn.Module, tokenizer: Any, sampling: Sampling | None) -> None:
+    how: dict[str, Any] = {"max_tokens": 600, "limit": 40, "sampling": sampling}
+    ways: list[dict[str, Any]] = [{"prompt_lookup": 3}, {"assistant_model": model, "draft_tokens": 2}]
+    plain, *drafted = [ChatSession(model, tokenizer, **how, **way) for way in ({}, *ways)]
+    for question in ("def main(", "import os\nimport os\nimport", "class A"):
+        answer = "".join(plain.say(question))
+        for talk in drafted:
+            assert "".join(talk.say(question)) == answer
+            assert talk.last is not None
+            assert plain.last is not None
+            assert (talk.last.tokens, talk.last.known) == (plain.last.tokens, plain.last.known)
+    assert plain.drafts is None
+    assert all(talk.drafts is not None and talk.drafts.passes > 0 for talk in drafted)
+
+
 def test_without_a_template_it_goes_on_with_the_text(model: nn.Module, tokenizer: Any) -> None:
     tokenizer.chat_template = None
     talk = ChatSession(model, tokenizer, max_tokens=200, limit=8)

@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_sampling(parser, 512)
     add("--max-tokens", type=common.positive, help="tokens of the whole chat (default: the model's, at most 4096)")
     common.add_decoding(parser)
+    common.add_drafting(parser)
     common.add_loading(parser)
 
 
@@ -44,7 +45,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     args.context = args.max_tokens or common.MOST_TOKENS
     model = models.load_any(args)
     how: Any = {"limit": args.max_new_tokens, "seed": args.seed, "system": args.system, "compiled": args.compile}
-    how["kv"] = args.kv
+    how |= {"kv": args.kv, **models.drafting(args)}
     tokenizer, tokens = models.load_tokenizer(args), common.max_tokens(args, model)
     session = ChatSession(model, tokenizer, max_tokens=tokens, sampling=sampling, **how)
     if not session.template:
@@ -130,6 +131,7 @@ def _stats(model: Any, session: Any) -> str:
         f"{last.tokens} tokens, {last.tokens / max(last.seconds, 1e-9):.1f} a second ({last.ended})",
         f"{last.prompt_tokens} before them, of which {last.prompt_tokens - last.known} were computed in "
         f"{last.prompt_seconds:.2f} s",
+        *([] if session.drafts is None else [f"{common.drafts_of(vars(session.drafts))} since the start"]),
         "no sparse layer ran" if share is None else f"{common.percent(share)} of FFN rows used since the start",
     ]
     if store_of(model) is not None:

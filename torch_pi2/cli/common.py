@@ -107,7 +107,9 @@ def list_of(kind: Callable[[str], Any], name: str) -> Callable[[str], Any]:
 
 
 positive = _integer("positive", 1)
-drafted = _integer("count", 0, 7)  # 7: decode.speculate.MOST_DRAFTED, whose module needs torch
+#: decode.speculate.MOST_DRAFTED, whose module needs torch.
+MOST_DRAFTED = 7
+drafted = _integer("count", 0, MOST_DRAFTED)
 count = _integer("count", 0)
 threads = _integer("threads", 1, 1024)
 port = _integer("port", 0, 65535)
@@ -185,6 +187,16 @@ def add_decoding(parser: argparse.ArgumentParser, of_each: str = "") -> None:
     add("--kv", choices=KV, help=kept)
 
 
+def add_drafting(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("speculative decoding (the same text; docs/SPECULATION.md)")
+    model = f"a smaller model of the same vocabulary, which drafts next tokens: {RUNNABLE}"
+    group.add_argument("--draft-model", metavar="MODEL", help=model)
+    most = f"tokens drafted at a time, 1 to {MOST_DRAFTED} (default: 4)"
+    group.add_argument("--draft-tokens", type=drafted, metavar="K", help=most)
+    lookup = f"draft up to K tokens (1 to {MOST_DRAFTED}) from what followed the last ones earlier"
+    group.add_argument("--prompt-lookup", type=drafted, default=0, metavar="K", help=lookup)
+
+
 def add_together(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("shards (pack --ranks N), with torchrun")
     how = "how results are added: chunks (default), with the bits of one machine; ranks sends less"
@@ -239,6 +251,11 @@ def given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 def option_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
+
+
+def drafts_of(drafts: dict[str, Any]) -> str:
+    """What became of drafts, those of :class:`torch_pi2.decode.speculate.Drafts`."""
+    return "{accepted} of {drafted} drafted tokens accepted".format_map(drafts)
 
 
 def needs(option: str, other: str, found: str = "none") -> ConfigError:

@@ -68,10 +68,13 @@ def check(args: argparse.Namespace, alone: bool = False) -> None:
     if verb not in _TAKES:
         return
     kinds, argument = _TAKES[verb], next(name for name in _ARGUMENTS if hasattr(args, name))
-    given = getattr(args, argument)
+    given, draft = getattr(args, argument), getattr(args, "draft_model", None)
     paths = [_imported(path, args, alone) for path in (given if isinstance(given, list) else [given])]
     args.given = given
     setattr(args, argument, paths if isinstance(given, list) else paths[0])
+    if draft is not None:
+        args.draft_model = _imported(draft, args, alone, packed=False)
+        paths.append(args.draft_model)
     for path in paths:
         kind = kind_of(Path(path))
         if verb == "optimize" and is_quantised(path):
@@ -93,7 +96,7 @@ def check(args: argparse.Namespace, alone: bool = False) -> None:
         raise ArtifactError(f"torch-pi2 {verb} {path}", expected=expected, found=found, fix=fix)
 
 
-def _imported(given: Any, args: argparse.Namespace, alone: bool) -> Any:
+def _imported(given: Any, args: argparse.Namespace, alone: bool, packed: bool = True) -> Any:
     """``given``, or the folder of its import if it is a GGUF file and the verb takes those; ``alone``: in a process of
     ours, which imports less of transformers."""
     file = gguf_in(given) if args.verb in _TAKE_GGUF else None
@@ -102,5 +105,5 @@ def _imported(given: Any, args: argparse.Namespace, alone: bool) -> Any:
     from torch_pi2.checkpoint.gguf.importing import cached_import
     from torch_pi2.cli.imports import import_transformers
 
-    packed, before = getattr(args, "budget", None) is not None, import_transformers if alone else None
+    packed, before = packed and getattr(args, "budget", None) is not None, import_transformers if alone else None
     return str(cached_import(file, packed=packed, progress=not args.quiet, before=before))

@@ -30,11 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_sampling(parser, 64)
     several = "continue the prompt N times in one batch, each with its own seed"
     add("--num-return-sequences", type=common.positive, default=1, help=several)
-    lookup = "greedy: draft up to K tokens (1 to 7) from what followed the last ones earlier, and verify them together"
-    add("--prompt-lookup", type=common.drafted, default=0, metavar="K", help=lookup)
     add("--dense", action="store_true", help="run the dense model of the folder")
     add("--trace", type=Path, metavar="FILE", help="trace of all threads, for Perfetto (docs/TRACES.md)")
     common.add_decoding(parser)
+    common.add_drafting(parser)
     common.add_loading(parser)
 
 
@@ -52,8 +51,6 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     from torch_pi2.rewrite.state import ModelState
 
     sampling = common.sampling_of(args)
-    if sampling is not None and args.prompt_lookup:
-        raise common.excludes("--prompt-lookup", f"--temperature {args.temperature:g}", "drafts are verified greedily")
     if args.num_return_sequences > 1 and sampling is None:
         alike = "sequences that would all be the most likely one"
         raise common.needs("--num-return-sequences", "a --temperature above 0", alike)
@@ -70,7 +67,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     prompt, shown = inputs["input_ids"][0].tolist(), not args.json and args.num_return_sequences == 1
     ends = end_tokens(model, None, tokenizer)
     text = TextStream(tokenizer, hidden=hidden_tokens(tokenizer, ends), before=prompt)
-    how = common.given(args, "num_return_sequences", "max_new_tokens", "seed", "prompt_lookup")
+    how = common.given(args, "num_return_sequences", "max_new_tokens", "seed") | models.drafting(args)
     if sampling is not None:
         how |= {"do_sample": True, "temperature": args.temperature, "top_p": sampling.top_p}
     if shown:
@@ -81,7 +78,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
         try:
             output = generate(model, inputs["input_ids"], tokenizer=tokenizer, compiled=args.compile, kv=args.kv, **how)
         except UnsupportedModelError:  # its cache is not supported
-            if args.num_return_sequences > 1 or args.prompt_lookup or args.kv:
+            if args.num_return_sequences > 1 or args.prompt_lookup or args.draft_model or args.kv:
                 raise
             output = _by_transformers(model, inputs, tokenizer, args, sorted(ends))
             if shown:
@@ -128,7 +125,7 @@ def render(result: dict[str, Any]) -> str:
     if result["trace"]:
         speed += f", while recording {result['trace']['events']} events into {result['trace']['path']}"
     if result.get("drafts"):
-        speed += ", {accepted} of {drafted} drafted tokens accepted".format_map(result["drafts"])
+        speed += f", {common.drafts_of(result['drafts'])}"
     if result.get("shown"):
         return f"\n[{speed}]"
     texts = result.get("texts", [result["text"]])

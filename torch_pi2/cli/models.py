@@ -167,6 +167,15 @@ def load_any(args: argparse.Namespace, dense: bool = False) -> "nn.Module":
     return model
 
 
+def drafting(args: argparse.Namespace) -> dict[str, Any]:
+    """``--prompt-lookup``, ``--draft-model`` and ``--draft-tokens`` as arguments of ``generate``."""
+    how: dict[str, Any] = {"prompt_lookup": args.prompt_lookup, "draft_tokens": args.draft_tokens}
+    if args.draft_model is None:
+        return how
+    own = {"model": args.draft_model, "budget": None, "gpu_memory": None, "miss_margin": 0.0, "drop_experts": 0.0}
+    return how | {"assistant_model": load_any(argparse.Namespace(**vars(args) | own))}
+
+
 def _check_gpu(args: argparse.Namespace, wanted: str, dense: bool) -> None:
     """Check ``--gpu-memory`` before the model is loaded."""
     import torch

@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-queue", type=common.count, default=64, help="sequences that may wait")
     add("--max-tokens", type=common.positive, help="tokens per sequence with prompt (default: 4096 or the model's)")
     common.add_decoding(parser, ", of each model")
+    common.add_drafting(parser)
     prefix = "for keys and values of prompts, of each model, for prompts that begin alike; not in --budget; 0: none"
     add("--prefix-cache", default="256MiB", metavar="BYTES", help=prefix)
     common.add_loading(parser)
@@ -59,6 +60,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if len(set(names)) < len(names):
         found = ", ".join(names)
         raise ConfigError("folders", expected="a name for each model", found=found, fix="Rename one of the folders.")
+    if args.draft_model is not None and len(names) > 1:
+        raise common.excludes("--draft-model", f"{len(names)} models", "it drafts for one")
     with process_group(args, *args.models) as args.models:
         if is_follower():
             _served(args, names[0], args.models[0])  # ends with the first process
@@ -167,6 +170,7 @@ def _served(args: argparse.Namespace, name: str, folder: str) -> Any:
     model = models.load_any(own_args)
     how: Any = {"max_batch_size": args.max_batch_size, "max_queue": args.max_queue, "compiled": args.compile}
     how |= {"max_tokens": common.max_tokens(args, model), "prefix_bytes": parse_bytes(args.prefix_cache), "kv": args.kv}
+    how |= models.drafting(args)
     batch = Batch(model, **how)
     return ServedModel(name, model, models.load_tokenizer(own_args), batch)
 

@@ -19,12 +19,9 @@ from torch_pi2.base.progress import log
 from torch_pi2.decode.decoder import Decoder, check_vocabulary
 from torch_pi2.decode.hf_generate import decoder_for, pool_of
 from torch_pi2.decode.sequence import GeneratedSequence, Sampling, decode_loop, end_tokens, pick
-from torch_pi2.decode.speculate import MOST_DRAFTED, Assistant, Drafts, Pace, PromptLookup, speculate
+from torch_pi2.decode.speculate import Drafts, Speculator, speculator
 from torch_pi2.errors import ConfigError, ShapeError
 from torch_pi2.store.trust import tokenizer_of
-
-#: Default number of tokens that an assistant drafts.
-_DRAFTED = 4
 
 #: Settings of a generation configuration that :func:`generate` ignores, and their neutral values.
 _IGNORED: dict[str, tuple[Any, ...]] = {
@@ -104,8 +101,8 @@ def generate(
     Greedy sequences equal that of ``model.generate``. With sampling, sequence i is the one that ``seed + i`` gives
     alone, except where the last bits of PyTorch's matrix products differ with the batch size.
 
-    One greedy sequence can be decoded speculatively: ``prompt_lookup`` or ``assistant_model`` drafts the next tokens,
-    and one pass over the weights verifies several. If linear layers, feed-forward layers and head are ours
+    One sequence can be decoded speculatively: ``prompt_lookup`` or ``assistant_model`` drafts the next tokens, and one
+    pass over the weights verifies several. If linear layers, feed-forward layers and head are ours
     (``weights="int4"`` or ``"int8"``; see :meth:`torch_pi2.Decoder.verify`), the text is bit by bit that of plain
     decoding. PyTorch's float products of several tokens have other last bits than those of one, so at a near tie the
     other token may win. Drafting pauses while it does not pay (:class:`~torch_pi2.decode.speculate.Pace`): answers of
@@ -128,7 +125,7 @@ def generate(
             compiled steps.
         prompt_lookup: draft up to this many tokens, 1 to 7, that followed the last few tokens earlier in the text.
         assistant_model: a smaller causal language model of the same vocabulary, which drafts ``draft_tokens``, 1 to 7
-            (default: 4). It has a separate KV cache.
+            (default: 4), among the first 49,152 ids unless the prompt has many others. It has a separate KV cache.
         kv: ``int8`` or ``int4``: format of keys and values, see :class:`torch_pi2.Decoder` (lossy; with ``decoder``,
             that has its own).
 
@@ -145,7 +142,10 @@ def generate(
         input_ids = torch.tensor([ids], dtype=torch.int64, device="cpu")
     _check(input_ids, num_return_sequences, max_new_tokens)
     text: dict[str, Any] = {} if tokenizer is None else {"prompt": input_ids[0].tolist(), "tokenizer": tokenizer}
-    drafted = _draft_tokens(prompt_lookup, assistant_model, draft_tokens, num_return_sequences, do_sample)
+    if num_return_sequences > 1 and (prompt_lookup or assistant_model is not None):
+        found, fix = f"num_return_sequences={num_return_sequences}", "Several sequences are decoded step by step."
+        name = "prompt_lookup" if assistant_model is None else "assistant_model"
+        raise ConfigError(name, expected="one sequence", found=found, fix=fix)
     sampling = Sampling(temperature, top_k, top_p) if do_sample else None
     tokens = input_ids.shape[1]
     room = max(2, tokens + max_new_tokens - 1)  # the last token is not fed
@@ -162,28 +162,34 @@ def generate(
         decoder = decoder_for(model, room, num_return_sequences, compiled, kv)
     check_vocabulary(model, input_ids)  # the model takes ids, or it would have no decoder
     sequences = [GeneratedSequence(i, seed, max_new_tokens, ends, streamer) for i in range(num_return_sequences)]
-    if drafted:
-        decoder.check_parts("prompt_lookup" if assistant_model is None else "assistant_model")
-        sequence = sequences[0]
-        counts = [drafted] if decoder.compiled else range(1, drafted + 1)
-        source: PromptLookup | Assistant = PromptLookup()
-        if assistant_model is not None:
-            source = Assistant(assistant_model, decoder.model, input_ids.shape[1] + max_new_tokens, decoder.compiled)
-        started = time.perf_counter()
-        logits_V = decoder.prompt(input_ids)[0].cpu()
-        source.read(input_ids)
-        prompt_ms = (time.perf_counter() - started) * 1e3
-        ids = input_ids[0].tolist()
-        if drafted < max_new_tokens - 1:  # else the answer is too short for a pass
-            decoder.compile_passes(drafted + 1)
-        how = (lambda row_V: pick(row_V, None), source, Pace(counts), max_new_tokens)
-        drafts, step_ms = speculate(decoder, sequence, ids, logits_V, *how)
-        result = Generated([sequence.tokens], [1] * len(step_ms), step_ms, prompt_ms, drafts)
+    most = tokens + max_new_tokens
+    drafts = speculator(decoder, most, prompt_lookup, assistant_model, draft_tokens)
+    if drafts is not None:
+        result = _speculated(decoder, sequences[0], input_ids, sampling, drafts)
+        drafts.source.release()
     else:
         result = _continued(decoder, sequences, input_ids, sampling, max_new_tokens)
     if pool is not None:
         pool.release(decoder)
     return replace(result, ends=ends, **text)
+
+
+def _speculated(
+    decoder: Decoder, sequence: GeneratedSequence, ids_1T: torch.Tensor, sampling: Sampling | None, drafts: Speculator
+) -> Generated:
+    def take(logits_V: torch.Tensor) -> None:
+        sequence.append(pick(logits_V, sampling, sequence.random))
+
+    started = time.perf_counter()
+    logits_V, prompt = decoder.prompt(ids_1T)[0].cpu(), ids_1T[0].tolist()
+    drafts.source.read(ids_1T)
+    prompt_ms, step_ms = (time.perf_counter() - started) * 1e3, list[float]()
+    if drafts.most < sequence.left - 1:  # else the answer is too short for a pass
+        decoder.compile_passes(drafts.most + 1)
+    take(logits_V)
+    while sequence.ended is None:
+        step_ms.append(drafts.forward(decoder, prompt, sequence, take))
+    return Generated([sequence.tokens], [1] * len(step_ms), step_ms, prompt_ms, drafts.drafts)
 
 
 def _continued(
@@ -246,26 +252,6 @@ def _check(input_ids: torch.Tensor, sequences: int, max_new_tokens: int) -> None
         expected, fix = "one prompt, int64 [1, tokens]", "Call it once for each prompt; model.generate takes several."
         found = f"{dtype_name(input_ids.dtype)} {list(input_ids.shape)}"
         raise ShapeError("input_ids", expected=expected, found=found, fix=fix)
-
-
-def _draft_tokens(
-    prompt_lookup: int, assistant_model: nn.Module | None, draft_tokens: int | None, sequences: int, do_sample: bool
-) -> int:
-    """Maximum tokens drafted at a time; 0: no speculative decoding."""
-    lookup, assisted = prompt_lookup != 0, assistant_model is not None
-    if (lookup and assisted) or (draft_tokens is not None and not assisted):
-        expected, fix = "prompt_lookup, or assistant_model with or without draft_tokens", "Choose one source of drafts."
-        found = "prompt_lookup and assistant_model" if lookup and assisted else "draft_tokens without a model"
-        raise ConfigError("prompt_lookup, assistant_model, draft_tokens", expected=expected, found=found, fix=fix)
-    drafted = prompt_lookup if lookup else 0 if not assisted else _DRAFTED if draft_tokens is None else draft_tokens
-    if (lookup or assisted) and not 1 <= drafted <= MOST_DRAFTED:
-        fix = "More are not verified in one pass; 3 to 5 are usual."
-        argument(drafted, "prompt_lookup" if lookup else "draft_tokens", fix).wrong(f"1 to {MOST_DRAFTED}")
-    if drafted and (do_sample or sequences > 1):
-        expected, found = "one greedy sequence", "do_sample=True" if do_sample else f"num_return_sequences={sequences}"
-        fix = "Leave one of them out: samples and several sequences are decoded step by step."
-        raise ConfigError("prompt_lookup" if lookup else "assistant_model", expected=expected, found=found, fix=fix)
-    return drafted
 
 
 def _check_decoder(decoder: Decoder, model: nn.Module, sequences: int, tokens: int) -> None:

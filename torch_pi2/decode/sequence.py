@@ -113,6 +113,11 @@ class GeneratedSequence:
         self.ended: str | None = None
         self._limit, self._ends, self._streamer = limit, ends, streamer
 
+    @property
+    def left(self) -> int:
+        """Tokens that may still come."""
+        return self._limit - len(self.tokens)
+
     def append(self, token: int) -> None:
         self.tokens.append(token)
         self.ended = "eos" if token in self._ends else "length" if len(self.tokens) == self._limit else None

@@ -1,27 +1,42 @@
 """Speculative decoding: tokens are drafted cheaply, and one pass over the weights verifies them.
 
-Drafts do not change the text: the model's own token is taken at each position (Leviathan et al., arXiv 2211.17192, for
-greedy decoding). They come from the text so far (prompt lookup, as in transformers and vLLM) or a smaller model.
-:class:`Pace` measures while decoding whether they pay.
+Drafts do not change the text: the model's own token is taken at each position, the most likely or one that is drawn
+(Leviathan et al., arXiv 2211.17192). They come from the text so far (prompt lookup, as in transformers and vLLM) or a
+smaller model. :class:`Pace` measures while decoding whether they pay.
 """
 
+import copy
 import statistics
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from torch_pi2.base.fields import argument
 from torch_pi2.decode.chunked_prefill import most_positions
 from torch_pi2.decode.decoder import VERIFIED, Decoder
-from torch_pi2.decode.sequence import GeneratedSequence
+from torch_pi2.decode.hf_generate import attach, decoder_for, pool_of
+from torch_pi2.decode.sequence import GeneratedSequence, pick
 from torch_pi2.errors import ConfigError
+from torch_pi2.layers.linear import QuantLinear
 
 #: Maximum tokens drafted at a time: they are verified together with the one before them.
 MOST_DRAFTED = VERIFIED - 1
+#: Default number of tokens that a model drafts.
+_DRAFTED = 4
+#: An assistant drafts among the first ids of a larger vocabulary alone, since a head of 150,000 words is a third of
+#: what a small model reads: tokenizers number frequent tokens first (FR-Spec, arXiv 2502.14856, counts them). A prompt
+#: with more other tokens than a chat template's and one in ``_RARE`` gets the whole head.
+_FREQUENT, _RARE, _TEMPLATE = 49152, 20, 3
+#: Sizes of vocabularies that may differ within a family, as padding does (llama.cpp has the same limit).
+_PADDING = 128
+#: Models of :func:`_of_frequent_tokens` by the model that they were made of.
+_frequent = weakref.WeakKeyDictionary[nn.Module, Any]()
 
 
 @dataclass(frozen=True)
@@ -45,6 +60,9 @@ class Source(Protocol):
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
         """``count`` tokens after ``tokens`` (prompt and answer, which only grow between calls), or none."""
 
+    def release(self) -> None:
+        """Drafting is over."""
+
 
 class PromptLookup:
     """Drafts the tokens that followed the last two to four tokens earlier in the text; at its end, repeats them."""
@@ -56,6 +74,7 @@ class PromptLookup:
         self._indexed = 0  # tokens that have been indexed
 
     def read(self, prompt_1T: torch.Tensor) -> None:
+        self._positions, self._indexed = {}, 0
         self._index(prompt_1T[0].tolist())
 
     def _index(self, tokens: Sequence[int]) -> None:
@@ -73,6 +92,9 @@ class PromptLookup:
                 return [tokens[start + i % (len(tokens) - start)] for i in range(count)]
         return []
 
+    def release(self) -> None:
+        """It holds nothing."""
+
 
 class Assistant:
     """Drafts with a smaller causal language model of the same vocabulary, up to its ``max_position_embeddings``, for
@@ -81,45 +103,95 @@ class Assistant:
 
     def __init__(self, model: nn.Module, of: nn.Module, max_tokens: int, compiled: bool) -> None:
         vocab, found = _vocabulary(of), _vocabulary(model)
-        if found != vocab or any(parameter.is_meta for parameter in model.parameters()):
+        alike = None not in (vocab, found) and abs(vocab - found) <= _PADDING  # type: ignore[operator]
+        if not alike or any(parameter.is_meta for parameter in model.parameters()):
             expected = f"a causal language model with the vocabulary of the one that it helps, {vocab} tokens"
-            has = "one without weights (on meta)" if found == vocab else f"a vocabulary of {found}"
+            has = "one without weights (on meta)" if alike else f"a vocabulary of {found}"
             has = f"a {type(model).__name__}, which says nothing about next tokens" if found is None else has
             fix = "Pass a smaller model of the same family, or use prompt_lookup, which takes none."
             raise ConfigError("assistant_model", expected=expected, found=has, fix=fix)
         places = getattr(model.config, "max_position_embeddings", None)
         self._most = min(max_tokens, max_tokens if places is None else places, most_positions(model))
-        self._decoder = Decoder(model, max_tokens=self._most, compiled=compiled, logits=True)
+        self._vocabulary: int = min(vocab, found)  # type: ignore[type-var, assignment]
+        self._compiled, self._models = compiled, (model, _of_frequent_tokens(model))
+        self._decoder = self._new_decoder(frequent=True)
         self._decoder.check_parts("assistant_model")
-        self._read: list[int] = []  # tokens in its KV cache
+
+    def _new_decoder(self, frequent: bool) -> Decoder:
+        self._read, self._frequent = list[int](), frequent  # tokens in its KV cache
+        model = self._models[frequent]
+        pool = None if self._compiled else pool_of(model)
+        return decoder_for(model, self._most, 1, self._compiled) if pool is None else pool.acquire(model, self._most, 1)
+
+    def release(self) -> None:
+        """The next assistant with this model may have the decoder, with its recorded steps."""
+        if not self._compiled and (pool := pool_of(self._decoder.model)) is not None:
+            pool.release(self._decoder)
 
     def read(self, prompt_1T: torch.Tensor) -> None:
-        if prompt_1T.shape[1] < self._most:
-            self._decoder.prompt(prompt_1T)
-            self._read = prompt_1T[0].tolist()
+        tokens = prompt_1T[0].tolist()
+        rare = len({token for token in tokens if token >= _FREQUENT})
+        frequent = rare <= _TEMPLATE + len(tokens) / _RARE
+        if frequent != self._frequent and self._models[0] is not self._models[1]:
+            self.release()
+            self._decoder = self._new_decoder(frequent)
+        if len(tokens) < self._most:
+            self._after(tokens)
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
         """The greedy continuation; none if there is no room for it."""
-        if len(tokens) + count > self._most:
+        if len(tokens) + count > self._most or max(tokens) >= self._vocabulary:
             return []
-        agreed = min(len(self._read), len(tokens) - 1)
-        while self._read[:agreed] != tokens[:agreed]:
-            agreed -= 1
-        self._decoder.rollback(len(self._read) - agreed)
-        self._read, guessed = list(tokens), list[int]()
-        piece = 1 if self._decoder.compiled else VERIFIED  # so that there is one graph
-        for start in range(agreed, len(tokens), piece):
-            logits_V = self._fed(tokens[start : start + piece])
-        while True:
-            guessed.append(int(logits_V.argmax()))
+        guessed, logits_V = list[int](), self._after(tokens)
+        while (token := pick(logits_V, None)) < self._vocabulary:
+            guessed.append(token)
             if len(guessed) == count:
-                return guessed
-            logits_V = self._fed(guessed[-1:])
-            self._read.append(guessed[-1])
+                break
+            logits_V = self._fed([token])
+            self._read.append(token)
+        return guessed
+
+    def _after(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Logits after ``tokens``, of which those that are not in the KV cache are read."""
+        known = min(len(self._read), len(tokens) - 1)
+        known = next((i for i in range(known) if tokens[i] != self._read[i]), known)
+        read, self._read = len(self._read), []
+        if not known or len(tokens) - known > VERIFIED:
+            ids_1T = torch.tensor([list(tokens)], dtype=torch.int64, device="cpu")
+            logits_V = self._decoder.prompt(ids_1T, known=known)[0]
+        else:
+            self._decoder.rollback(read - known)
+            piece = 1 if self._decoder.compiled else VERIFIED  # so that there is one graph
+            for start in range(known, len(tokens), piece):
+                logits_V = self._fed(tokens[start : start + piece])
+        self._read = list(tokens)
+        return logits_V
 
     def _fed(self, tokens: Sequence[int]) -> torch.Tensor:
         ids_1T = torch.tensor([list(tokens)], dtype=torch.int64, device="cpu")
         return (self._decoder.step if len(tokens) == 1 else self._decoder.verify)(ids_1T)[-1]
+
+
+def _of_frequent_tokens(model: Any) -> Any:
+    """``model`` with the first ``_FREQUENT`` rows of its head, on the same memory; itself if it has no more."""
+    head = model.get_output_embeddings()
+    name = next((name for name, child in model.named_children() if child is head), None)
+    if name is None or not isinstance(head, QuantLinear) or head.out_features <= _FREQUENT:
+        return model
+    known = _frequent.get(model)
+    if known is not None:
+        rows, dtype = (getattr(known.get_output_embeddings(), name) for name in ("rows", "dtype"))
+        if rows.data_ptr() == head.rows.data_ptr() and dtype == head.dtype:
+            return known
+    bias = None if head.bias is None else head.bias[:_FREQUENT]
+    how = (head.in_features, head.weights, head.int8_activations, "the head of the draft model")
+    few = QuantLinear(head.rows[:_FREQUENT], bias, *how)
+    few.dtype, few.blocks = head.dtype, head.blocks
+    made = copy.copy(model)
+    object.__setattr__(made, "_modules", {**model._modules, name: few})
+    attach(made)
+    _frequent[model] = made
+    return made
 
 
 def _vocabulary(model: nn.Module) -> int | None:
@@ -157,7 +229,7 @@ class Pace:
     _FADES, _MOST_SAVED = 0.95, 4.0
 
     def __init__(self, counts: Sequence[int]) -> None:
-        self._counts = counts
+        self.counts = counts
         self._plain_ms: deque[float] = deque(maxlen=8)
         self._costs: deque[float] = deque(maxlen=8)  # x of the latest passes
         self._steps = self._tokens = self._since_plain = 0
@@ -173,7 +245,7 @@ class Pace:
     @property
     def off(self) -> bool:
         """Whether drafting is paused, or has to be paid for with plain steps first."""
-        return self._tokens < self._rest_until or not self._payable(self._counts[0])
+        return self._tokens < self._rest_until or not self._payable(self.counts[0])
 
     def _cost_of(self, n: int) -> float:
         return n * (self._COST if self._cost is None else self._cost)
@@ -185,13 +257,13 @@ class Pace:
         """Number of tokens to draft now, at most ``most``; 0: take a plain step."""
         if len(self._plain_ms) < self.LEAST_STEPS or self._since_plain >= self.EVERY or self.off:
             return 0
-        counts = [n for n in self._counts if n <= most and self._payable(n)]
+        counts = [n for n in self.counts if n <= most and self._payable(n)]
         if not counts:
             return 0
         best = max(counts, key=self._gain)
         if self._gain(best) >= self.GAIN:
             return best
-        if most >= self._counts[-1]:  # else the end of the answer limits it
+        if most >= self.counts[-1]:  # else the end of the answer limits it
             self._rest_until, self._rest = self._tokens + self._rest, 2 * self._rest
             self._believe()  # for the next try
         return 0
@@ -226,49 +298,88 @@ class Pace:
             self._rest = self.REST
 
 
-def speculate(
-    decoder: Decoder,
-    sequence: GeneratedSequence,
-    prompt: Sequence[int],
-    logits_V: torch.Tensor,
-    choose: Callable[[torch.Tensor], int],
-    source: Source,
-    pace: Pace,
-    limit: int,
-) -> tuple[Drafts, list[float]]:
-    """Decode ``sequence`` until it ends or has ``limit`` new tokens; returns statistics of drafts, and milliseconds of
-    each forward. ``decoder`` has read ``prompt`` and returned ``logits_V``; ``choose`` picks a token from such logits.
+class Speculator:
+    """Decodes the only sequence of a Decoder with drafts of ``source``, as many as ``pace`` allows, and counts them.
+    What was measured serves the next sequences, too.
     """
-    tokens, forward_ms, drafted, accepted, passes = list(prompt), list[float](), 0, 0, 0
 
-    def append(logits_V: torch.Tensor) -> int:
-        tokens.append(choose(logits_V))
-        sequence.append(tokens[-1])
-        return tokens[-1]
+    def __init__(self, source: Source, pace: Pace) -> None:
+        self.source, self.pace = source, pace
+        self._drafted = self._accepted = self._passes = 0
 
-    append(logits_V)
-    while sequence.ended is None:
-        started = time.perf_counter()
+    @property
+    def most(self) -> int:
+        """Maximum tokens drafted at a time."""
+        return self.pace.counts[-1]
+
+    @property
+    def drafts(self) -> Drafts:
+        """Since the beginning."""
+        return Drafts(self._drafted, self._accepted, self._passes, self.pace.off)
+
+    def forward(
+        self,
+        decoder: Decoder,
+        prompt: Sequence[int],
+        sequence: GeneratedSequence,
+        take: Callable[[torch.Tensor], object],
+    ) -> float:
+        """A step, or a pass that verifies drafts, after ``prompt`` and ``sequence``; its milliseconds. ``take``
+        appends the token that it chooses from such logits ``[V]`` to ``sequence``; it is called once or more.
+        """
+        started, tokens = time.perf_counter(), [*prompt, *sequence.tokens]
         # times and drafts differ from process to process, if several compute the model
-        (count,) = decoder.agreed([pace.count(limit - len(sequence.tokens) - 1)])
-        guesses = source.propose(tokens, count) if count else []
+        (count,) = decoder.agreed([self.pace.count(sequence.left - 1)])
+        guesses = self.source.propose(tokens, count) if count else []
         guesses = decoder.agreed(guesses) if guesses else []
         ids_1T = torch.tensor([[tokens[-1], *guesses]], dtype=torch.int64, device="cpu")
         logits_TV = (decoder.verify(ids_1T) if guesses else decoder.step(ids_1T)).cpu()  # waits for a GPU
-        forward_ms.append((time.perf_counter() - started) * 1e3)
+        ms = (time.perf_counter() - started) * 1e3
         if not guesses:
-            pace.plain(forward_ms[-1])
-            append(logits_TV[0])
-            continue
-        before = len(tokens)
+            self.pace.plain(ms)
+            take(logits_TV[0])
+            return ms
+        before = len(sequence.tokens)
         try:
             for logits_V, guess in zip(logits_TV, [*guesses, None], strict=True):
-                if append(logits_V) != guess or sequence.ended is not None:
+                take(logits_V)
+                if sequence.ended is not None or sequence.tokens[-1] != guess:
                     break
         finally:  # a streamer may raise
-            decoder.rollback(decoder.length - (len(tokens) - 1))
+            taken = sequence.tokens[before:]
+            decoder.rollback(len(guesses) - max(0, len(taken) - 1))
         # the last token is the model's own, unless a draft ended the answer
-        right = sum(a == b for a, b in zip(tokens[before:], guesses, strict=False))
-        drafted, accepted, passes = drafted + len(guesses), accepted + right, passes + 1
-        pace.passed(forward_ms[-1], len(guesses), right)
-    return Drafts(drafted, accepted, passes, pace.off), forward_ms
+        right = sum(a == b for a, b in zip(taken, guesses, strict=False))
+        self._drafted, self._accepted = self._drafted + len(guesses), self._accepted + right
+        self._passes += 1
+        self.pace.passed(ms, len(guesses), right)
+        return ms
+
+
+def speculator(
+    decoder: Decoder,
+    max_tokens: int,
+    prompt_lookup: int = 0,
+    assistant_model: nn.Module | None = None,
+    draft_tokens: int | None = None,
+) -> Speculator | None:
+    """Speculative decoding as the arguments of :func:`torch_pi2.generate` ask for it, of sequences of ``max_tokens``;
+    None: they do not. Raises ConfigError: a setting is invalid. UnsupportedModelError: see :class:`Decoder`.
+    """
+    lookup, assisted = prompt_lookup != 0, assistant_model is not None
+    if (lookup and assisted) or (draft_tokens is not None and not assisted):
+        expected, fix = "prompt_lookup, or assistant_model with or without draft_tokens", "Choose one source of drafts."
+        found = "prompt_lookup and assistant_model" if lookup and assisted else "draft_tokens without a model"
+        raise ConfigError("prompt_lookup, assistant_model, draft_tokens", expected=expected, found=found, fix=fix)
+    if not (lookup or assisted):
+        return None
+    drafted = prompt_lookup if lookup else _DRAFTED if draft_tokens is None else draft_tokens
+    if not 1 <= drafted <= MOST_DRAFTED:
+        fix = "More are not verified in one pass; 3 to 5 are usual."
+        argument(drafted, "prompt_lookup" if lookup else "draft_tokens", fix).wrong(f"1 to {MOST_DRAFTED}")
+    decoder.check_parts("prompt_lookup" if lookup else "assistant_model")
+    source: Source = PromptLookup()
+    if assistant_model is not None:
+        source = Assistant(assistant_model, decoder.model, max_tokens, decoder.compiled)
+    # passes of each length are recorded, which takes as long as some steps, or compiled
+    return Speculator(source, Pace([drafted] if decoder.compiled else sorted({-(-drafted // 2), drafted})))

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from torch_pi2.decode.broadcast import group_of
 from torch_pi2.decode.chunked_prefill import prompt_path_lengths, takes_several_lengths
 from torch_pi2.decode.decoder import Decoder, check_vocabulary
 from torch_pi2.decode.sequence import GeneratedSequence, Sampling, pick
+from torch_pi2.decode.speculate import Drafts, Speculator, speculator
 from torch_pi2.errors import BusyError, ClosedError, ConfigError, GroupError, ShapeError
 from torch_pi2.serve.prefix import PrefixCache
 
@@ -129,6 +131,8 @@ class Batch:
         compiled: compile steps; the first step of each number of sequences pauses for seconds.
         prefix_bytes: size of the prefix cache.
         kv: format of keys and values, also in the prefix cache; see :class:`~torch_pi2.decode.decoder.Decoder`.
+        drafting: ``prompt_lookup``, or ``assistant_model`` and ``draft_tokens`` of :func:`torch_pi2.generate`, for a
+            sequence while it is the only one.
 
     Attributes:
         prefixes: the prefix cache. capacity: maximum sequences decoded and waiting.
@@ -145,6 +149,7 @@ class Batch:
         compiled: bool = False,
         prefix_bytes: int = 0,
         kv: str | None = None,
+        **drafting: Any,
     ) -> None:
         if max_queue < 0:
             raise ConfigError("max_queue", expected="0 or more", found=str(max_queue), fix="Choose a larger number.")
@@ -156,6 +161,8 @@ class Batch:
         self._group = group_of(model)
         how: Any = {"max_tokens": max_tokens, "batch": max_batch_size, "compiled": compiled, "kv": kv}
         self._decoder, self.kv = Decoder(model, logits=True, **how), kv
+        self._drafts = speculator(self._decoder, max_tokens, **drafting)
+        self._drafted_for: Sequence | None = None  # whose prompt the source of drafts has read
         self._vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
         divided = self._group is not None and self._group.divides_kv
         divided = divided or (self._group is not None and self._decoder.has_states)
@@ -212,6 +219,11 @@ class Batch:
         """Numbers of sequences that are read or decoded (``live``) and that wait (``waiting``)."""
         with self._changed:
             return {"live": self.max_batch_size - self._free(), "waiting": len(self._waiting)}
+
+    @property
+    def drafts(self) -> Drafts | None:
+        """Statistics of drafts since the start, if there are any."""
+        return None if self._drafts is None else self._drafts.drafts
 
     def _joining(self) -> list[Sequence]:
         """The sequence whose prompt is being read, if any."""
@@ -306,24 +318,37 @@ class Batch:
             self._drop([sequence for sequence in self._live if sequence._cancelled == reason], reason)
         if not self._live:
             return
-        ids_B1 = torch.tensor([[sequence._last()] for sequence in self._live], dtype=torch.int64)
         started = time.perf_counter()
-        logits_BV = self._decoder.step(ids_B1).cpu()  # waits for a GPU
-        self.counts.step_seconds += time.perf_counter() - started
+        if self._drafts is not None and len(self._live) == 1 and self._reading is None:
+            self._speculate(self._drafts, self._live[0])
+        else:
+            ids_B1 = torch.tensor([[sequence._last()] for sequence in self._live], dtype=torch.int64)
+            logits_BV = self._decoder.step(ids_B1).cpu()  # waits for a GPU
+            self.counts.step_seconds += time.perf_counter() - started
+            for sequence, logits_V in zip(self._live, logits_BV, strict=True):
+                self._take(sequence, logits_V)
         self.counts.steps += 1
-        self._take(list(zip(self._live, logits_BV, strict=True)))
-
-    def _take(self, logits: list[tuple[Sequence, torch.Tensor]]) -> None:
-        for sequence, logits_V in logits:
-            try:
-                sequence._take(logits_V)
-                if sequence._growing.ended is None and sequence._last() >= self._vocabulary:  # the head has more
-                    check_vocabulary(self._decoder.model, torch.tensor([sequence._last()]), "token")
-            except Exception as error:  # of its constraint; the other sequences do not depend on it
-                sequence._failed, sequence._growing.ended = error, "error"
-        self.counts.answer_tokens += len(logits)
         for ended, reason in (("error", "error"), ("eos", "stop"), ("length", "length")):
-            self._drop([sequence for sequence, _ in logits if sequence._growing.ended == ended], reason)
+            self._drop([sequence for sequence in self._live if sequence._growing.ended == ended], reason)
+
+    def _speculate(self, drafts: Speculator, sequence: Sequence) -> None:
+        """Continue the only sequence by one token or more."""
+        if self._drafted_for is not sequence:
+            started = time.perf_counter()
+            drafts.source.read(torch.tensor([sequence.prompt], dtype=torch.int64))
+            self._drafted_for = sequence
+            self.counts.prompt_seconds += time.perf_counter() - started
+        take = partial(self._take, sequence)
+        self.counts.step_seconds += drafts.forward(self._decoder, sequence.prompt, sequence._growing, take) / 1e3
+
+    def _take(self, sequence: Sequence, logits_V: torch.Tensor) -> None:
+        try:
+            sequence._take(logits_V)
+            if sequence._growing.ended is None and sequence._last() >= self._vocabulary:  # the head has more
+                check_vocabulary(self._decoder.model, torch.tensor([sequence._last()]), "token")
+        except Exception as error:  # of its constraint; the other sequences do not depend on it
+            sequence._failed, sequence._growing.ended = error, "error"
+        self.counts.answer_tokens += 1
 
     def _drop(self, sequences: list[Sequence], reason: str) -> None:
         """End ``sequences``; the last rows of the batch move into theirs."""

@@ -10,6 +10,7 @@ from torch import nn
 
 from torch_pi2.decode.decoder import Decoder
 from torch_pi2.decode.sequence import GeneratedSequence, Sampling, TextStream, end_tokens, hidden_tokens, pick
+from torch_pi2.decode.speculate import Drafts, speculator
 from torch_pi2.errors import ConfigError, Pi2Error, ShapeError
 
 
@@ -58,7 +59,8 @@ class ChatSession:
 
     Args:
         max_tokens: of the whole conversation. limit: of an answer. sampling: None: greedy. system: the system message.
-            compiled, kv: see :class:`~torch_pi2.decode.decoder.Decoder`.
+            compiled, kv: see :class:`~torch_pi2.decode.decoder.Decoder`. drafting: ``prompt_lookup``, or
+            ``assistant_model`` and ``draft_tokens`` of :func:`torch_pi2.generate`.
     """
 
     def __init__(
@@ -73,8 +75,10 @@ class ChatSession:
         system: str | None = None,
         compiled: bool = False,
         kv: str | None = None,
+        **drafting: Any,
     ) -> None:
         self._decoder = Decoder(model, max_tokens=max_tokens, compiled=compiled, logits=True, kv=kv)
+        self._drafts = speculator(self._decoder, max_tokens, **drafting)
         self._tokenizer, self._ends = tokenizer, end_tokens(model, None, tokenizer)
         self._limit, self._sampling, self._seed = limit, sampling, seed
         self._system = [] if system is None else [{"role": "system", "content": system}]
@@ -82,6 +86,11 @@ class ChatSession:
         self.messages = list(self._system)
         self.last: ReplyStats | None = None
         self._fed: list[int] = []  # ids in the KV cache
+
+    @property
+    def drafts(self) -> Drafts | None:
+        """Statistics of drafts of all answers, if there are any."""
+        return None if self._drafts is None else self._drafts.drafts
 
     def reset(self) -> None:
         self.messages = list(self._system)
@@ -121,17 +130,27 @@ class ChatSession:
         text = TextStream(self._tokenizer, hidden=hidden_tokens(self._tokenizer, self._ends))
         self._seed += 1
         started = time.perf_counter()
-        logits_1V = self._decoder.prompt(torch.tensor([ids]), known=known).cpu()
+        ids_1T = torch.tensor([ids])
+        logits_1V = self._decoder.prompt(ids_1T, known=known).cpu()
+        if self._drafts is not None:
+            self._drafts.source.read(ids_1T)
         stats.prompt_seconds = time.perf_counter() - started
-        self._fed = list(ids)
+
+        def take(logits_V: torch.Tensor) -> None:
+            growing.append(pick(logits_V, self._sampling, growing.random))
+
         while growing.ended is None:
-            started = time.perf_counter()
-            if growing.tokens:
-                logits_1V = self._decoder.step(torch.tensor([[growing.tokens[-1]]])).cpu()
-                self._fed.append(growing.tokens[-1])
-            growing.append(pick(logits_1V[0], self._sampling, growing.random))
+            started, before = time.perf_counter(), len(growing.tokens)
+            if before and self._drafts is not None:
+                self._drafts.forward(self._decoder, ids, growing, take)
+            else:
+                if before:
+                    logits_1V = self._decoder.step(torch.tensor([[growing.tokens[-1]]])).cpu()
+                take(logits_1V[0])
+            self._fed = [*ids, *growing.tokens[:-1]]
             stats.tokens, stats.seconds = len(growing.tokens), stats.seconds + time.perf_counter() - started
-            yield text.add(growing.tokens[-1])
+            for token in growing.tokens[before:]:
+                yield text.add(token)
         stats.ended = growing.ended
         yield text.end()
 
