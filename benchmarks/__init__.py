@@ -17,6 +17,7 @@ BENCHMARKS = {
     "offload": "a model larger than memory, step by step from mmap to the pipeline",
     "together": "processes with a shard each, beside one alone, by the link between them",
     "speculate": "guessed next tokens, verified together, against plain decoding",
+    "drafts": "a real GGUF file with drafts of a smaller one, or looked up, beside plain decoding",
     "serve": "servers under load, and how long clients wait, optionally against llama-cpp-python's own",
     "prefix": "the first text of an answer whose prompt begins as one before did",
     "methods": "a table of methods of sparsity beside dense: loss, bytes, speed, time to fit, over a store",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from torch_pi2.decode import speculate as speculate_module
 from torch_pi2.decode.decoder import VERIFIED, Decoder
 from torch_pi2.decode.generate import generate
 from torch_pi2.decode.plan_controller import follow
-from torch_pi2.decode.speculate import MOST_DRAFTED, Pace, PromptLookup
+from torch_pi2.decode.speculate import MOST_DRAFTED, Assistant, Pace, PromptLookup
 from torch_pi2.errors import ConfigError, ShapeError
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import sparse_layers
@@ -241,6 +243,40 @@ def test_an_assistant(model: nn.Module) -> None:
         assert got.sequences == plain
         assert got.drafts is not None
         assert got.drafts.passes > 0
+
+
+@pytest.mark.usefixtures("always")
+def test_an_assistant_drafts_frequent_tokens(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among the first ids of its head, which is not copied, unless a prompt has many others."""
+    monkeypatch.setattr(speculate_module, "_FREQUENT", 32)
+    monkeypatch.setattr(speculate_module, "_TEMPLATE", 0)
+    drafted, propose = set[int](), Assistant.propose
+
+    def noted(self: Assistant, tokens: Sequence[int], count: int) -> list[int]:
+        found = propose(self, tokens, count)
+        drafted.update(found)
+        return found
+
+    monkeypatch.setattr(Assistant, "propose", noted)
+    how: dict[str, Any] = {"max_new_tokens": NEW, "eos_token_id": []}
+    for prompt, most in ((IDS % 32, 31), (IDS % 32 + 32, VOCAB - 1), (IDS % 32, 31)):
+        for _ in range(2):
+            drafted.clear()
+            got = generate(model, prompt, **how, assistant_model=model)
+            assert got.sequences == generate(model, prompt, **how).sequences
+            assert max(drafted) <= most
+        assert most == 31 or max(drafted) > 31
+    (few,) = [made for of, made in speculate_module._frequent.items() if of is model]
+    head, whole = few.lm_head, model.lm_head
+    assert head.rows.data_ptr() == whole.rows.data_ptr()  # type: ignore[union-attr, operator]
+    assert (head.out_features, whole.out_features) == (32, VOCAB)
+    gc.collect()
+    made, gone = weakref.ref(few), weakref.ref(fresh := ours("llama"))
+    generate(fresh, IDS % 32, **how, assistant_model=fresh)
+    del fresh
+    gc.collect()
+    assert gone() is None  # the pool of a draft model keeps nothing alive
+    assert made() is few
 
 
 def test_an_assistant_that_rested_reads_what_was_said_meanwhile(

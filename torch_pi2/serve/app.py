@@ -131,7 +131,8 @@ class _Collector:
         def family(name: str, about: str, kind: Callable[..., Any] = CounterMetricFamily) -> Any:
             return kind(f"torch_pi2_{name}", about, labels=["model", "kind"])
 
-        tokens = family("tokens", "Tokens of prompts, of these found in the prefix cache, and of answers.")
+        about = "Tokens of prompts, of these found in the prefix cache, and of answers; drafted, of these accepted."
+        tokens = family("tokens", about)
         seconds = family("seconds", "Seconds of prefill and of decoding steps.")
         ended = family("sequences", "Sequences that ended, by reason.")
         blocks = family("prefix_blocks", "Blocks of 32 tokens found in the prefix cache.")
@@ -142,6 +143,9 @@ class _Collector:
             tokens.add_metric([name, "prompt"], counts.prompt_tokens)
             tokens.add_metric([name, "answer"], counts.answer_tokens)
             tokens.add_metric([name, "prefix"], served.batch.prefixes.tokens_found)
+            if (drafts := served.batch.drafts) is not None:
+                tokens.add_metric([name, "drafted"], drafts.drafted)
+                tokens.add_metric([name, "accepted"], drafts.accepted)
             seconds.add_metric([name, "prompt"], counts.prompt_seconds)
             seconds.add_metric([name, "step"], counts.step_seconds)
             blocks.add_metric([name, "memory"], served.batch.prefixes.hits)
