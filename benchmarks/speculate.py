@@ -176,6 +176,8 @@ def _decoders(models: Mapping[str, nn.Module], tokens: int, compiled: bool) -> d
 class Knowing:
     """Guesses the next token of ``text`` (prompt and answer) with a probability, and another token otherwise."""
 
+    took_longer = False
+
     def __init__(self, text: Sequence[int], share: float, vocabulary: int, seed: int = 0) -> None:
         self._text, self._share, self._vocabulary = text, share, vocabulary
         self._random = random.Random(seed)

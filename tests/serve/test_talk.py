@@ -62,7 +62,7 @@ def test_answers_are_those_to_all_that_was_said(model: nn.Module, tokenizer: Any
 def test_drafts_change_no_answer(model: nn.Module, tokenizer: Any, sampling: Sampling | None) -> None:
     how: dict[str, Any] = {"max_tokens": 600, "limit": 40, "sampling": sampling}
     ways: list[dict[str, Any]] = [{"prompt_lookup": 3}, {"assistant_model": model, "draft_tokens": 2}]
-    plain, *drafted = [ChatSession(model, tokenizer, **how, **way) for way in ({}, *ways)]
+    plain, *drafted = [ChatSession(model, tokenizer, **how, **way) for way in ({"prompt_lookup": 0}, {}, *ways)]
     for question in ("def main(", "import os\nimport os\nimport", "class A"):
         answer = "".join(plain.say(question))
         for talk in drafted:

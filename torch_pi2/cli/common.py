@@ -193,8 +193,9 @@ def add_drafting(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--draft-model", metavar="MODEL", help=model)
     most = f"tokens drafted at a time, 1 to {MOST_DRAFTED} (default: 4)"
     group.add_argument("--draft-tokens", type=drafted, metavar="K", help=most)
-    lookup = f"draft up to K tokens (1 to {MOST_DRAFTED}) from what followed the last ones earlier"
-    group.add_argument("--prompt-lookup", type=drafted, default=0, metavar="K", help=lookup)
+    lookup = f"draft up to K tokens (1 to {MOST_DRAFTED}) from what followed the last ones earlier; 0: none"
+    lookup += " (default: 2, with int8 activations and all weights in memory)"
+    group.add_argument("--prompt-lookup", type=drafted, metavar="K", help=lookup)
 
 
 def add_together(parser: argparse.ArgumentParser) -> None:

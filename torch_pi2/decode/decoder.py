@@ -32,6 +32,7 @@ from torch_pi2.errors import ConfigError, DeviceError, DtypeError, ShapeError, U
 from torch_pi2.layers.choices import choosing
 from torch_pi2.layers.gpu import device_of
 from torch_pi2.layers.lazy import LazyDown
+from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import homes, replacements
 from torch_pi2.layers.prompt import chunks_of_prompt, single_steps
 from torch_pi2.ops.constants import constants
@@ -127,7 +128,8 @@ class Decoder:
 
     Attributes:
         batch: sequences decoded now. lengths: tokens of each. length: of the longest.
-        cache: a ``StaticCache``. compiled: whether steps are.
+        cache: a ``StaticCache``. compiled: whether steps are. took_longer: whether a step was recorded, or compared
+            with the recorded one, since this was False.
 
     Raises:
         UnsupportedModelError: the model's cache cannot be static, it has an encoder, or (by :meth:`prompt`) it does not
@@ -187,6 +189,7 @@ class Decoder:
         self._compiled_steps: dict[tuple[int, int, bool], Forward] = {}
         self._runners: dict[tuple[int, int, bool], GraphRunner] = {}
         self._autocast = False  # as of the last prompt
+        self.took_longer = False
         self._guards, self._compiles = Guards(any_code=recorded is True), self.compiled
         #: The row whose prompt :meth:`add` is reading, and its chunks.
         self._adding: int | None = None
@@ -584,6 +587,8 @@ class Decoder:
             check_vocabulary(self.model, ids_BT, "token")  # may be the cause, which other errors do not name
             raise
         self._lengthen(ids_BT.shape[1])
+        runner = self._runners.get((self.batch, ids_BT.shape[1], of_each))
+        self.took_longer |= runner is not None and runner.took_longer
         return result
 
     @broadcast_call
@@ -672,6 +677,12 @@ class Decoder:
             what, expected = f"{what} of {type(self.model).__name__}", "keys and values of each token, to take back"
             fix = "Decode without drafts (prompt_lookup, assistant_model), and read prompts whole."
             raise UnsupportedModelError(what, expected=expected, found=found, fix=fix)
+
+    def passes_are_steps(self) -> bool:
+        """Whether :meth:`verify` has the bits of steps, and reads all weights from memory."""
+        ours = not self.compiled and not self._kv.states and group_of(self.model) is None
+        ours = ours and store_of(self.model) is None and isinstance(self.model.get_output_embeddings(), QuantLinear)
+        return ours and chunked_prefill.lossless_chunk_tokens(self.model) > 0
 
     def is_hooked(self) -> bool:
         hooks = (h for m in self.model.modules() for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values()))
@@ -782,6 +793,7 @@ class Decoder:
                 lambda: me()._guards.recording(),
                 lambda: me()._is_same(),
                 may_repeat=group_of(self.model) is None and not self._kv.states,
+                wait=2 if any(runner.is_stable for runner in self._runners.values()) else None,
             )
         return self._runners[key]
 

@@ -91,7 +91,7 @@ def generate(
     compiled: bool = False,
     streamer: Callable[[int, int], object] | None = None,
     decoder: Decoder | None = None,
-    prompt_lookup: int = 0,
+    prompt_lookup: int | None = None,
     assistant_model: nn.Module | None = None,
     draft_tokens: int | None = None,
     kv: str | None = None,
@@ -123,7 +123,9 @@ def generate(
         streamer: called with (sequence, token) for each new token.
         decoder: a Decoder of this model to use, with ``logits`` and room for the sequences and tokens; it keeps its
             compiled steps.
-        prompt_lookup: draft up to this many tokens, 1 to 7, that followed the last few tokens earlier in the text.
+        prompt_lookup: draft up to this many tokens, 1 to 7, that followed the last few tokens earlier in the text; 0:
+            none. Default: 2 for one sequence without an assistant, where weights are in memory and passes have the
+            bits of steps (int8 activations, all linear layers ours, not compiled).
         assistant_model: a smaller causal language model of the same vocabulary, which drafts ``draft_tokens``, 1 to 7
             (default: 4), among the first 49,152 ids unless the prompt has many others. It has a separate KV cache.
         kv: ``int8`` or ``int4``: format of keys and values, see :class:`torch_pi2.Decoder` (lossy; with ``decoder``,
@@ -163,7 +165,8 @@ def generate(
     check_vocabulary(model, input_ids)  # the model takes ids, or it would have no decoder
     sequences = [GeneratedSequence(i, seed, max_new_tokens, ends, streamer) for i in range(num_return_sequences)]
     most = tokens + max_new_tokens
-    drafts = speculator(decoder, most, prompt_lookup, assistant_model, draft_tokens)
+    lookup = 0 if num_return_sequences > 1 else prompt_lookup
+    drafts = speculator(decoder, most, lookup, assistant_model, draft_tokens)
     if drafts is not None:
         result = _speculated(decoder, sequences[0], input_ids, sampling, drafts)
         drafts.source.release()

@@ -27,8 +27,8 @@ from torch_pi2.layers.linear import QuantLinear
 
 #: Maximum tokens drafted at a time: they are verified together with the one before them.
 MOST_DRAFTED = VERIFIED - 1
-#: Default number of tokens that a model drafts.
-_DRAFTED = 4
+#: Default numbers of tokens that a model drafts and that are looked up: a pass with two more takes as long as a step.
+_DRAFTED, _LOOKED_UP = 4, 2
 #: An assistant drafts among the first ids of a larger vocabulary alone, since a head of 150,000 words is a third of
 #: what a small model reads: tokenizers number frequent tokens first (FR-Spec, arXiv 2502.14856, counts them). A prompt
 #: with more other tokens than a chat template's and one in ``_RARE`` gets the whole head.
@@ -52,7 +52,10 @@ class Drafts:
 
 
 class Source(Protocol):
-    """Drafts the next tokens."""
+    """Drafts the next tokens. ``took_longer``: whether the latest draft took longer than others will."""
+
+    @property
+    def took_longer(self) -> bool: ...
 
     def read(self, prompt_1T: torch.Tensor) -> None:
         """Read the prompt, int64 ``[1, T]``, before the first draft (drafting is timed)."""
@@ -67,7 +70,7 @@ class Source(Protocol):
 class PromptLookup:
     """Drafts the tokens that followed the last two to four tokens earlier in the text; at its end, repeats them."""
 
-    _LENGTHS = (4, 3, 2)
+    _LENGTHS, took_longer = (4, 3, 2), False
 
     def __init__(self) -> None:
         self._positions: dict[tuple[int, ...], int] = {}  # tokens -> the position after their last occurrence
@@ -123,6 +126,10 @@ class Assistant:
         pool = None if self._compiled else pool_of(model)
         return decoder_for(model, self._most, 1, self._compiled) if pool is None else pool.acquire(model, self._most, 1)
 
+    @property
+    def took_longer(self) -> bool:
+        return self._decoder.took_longer
+
     def release(self) -> None:
         """The next assistant with this model may have the decoder, with its recorded steps."""
         if not self._compiled and (pool := pool_of(self._decoder.model)) is not None:
@@ -142,6 +149,7 @@ class Assistant:
         """The greedy continuation; none if there is no room for it."""
         if len(tokens) + count > self._most or max(tokens) >= self._vocabulary:
             return []
+        self._decoder.took_longer = False
         guessed, logits_V = list[int](), self._after(tokens)
         while (token := pick(logits_V, None)) < self._vocabulary:
             guessed.append(token)
@@ -161,7 +169,7 @@ class Assistant:
             logits_V = self._decoder.prompt(ids_1T, known=known)[0]
         else:
             self._decoder.rollback(read - known)
-            piece = 1 if self._decoder.compiled else VERIFIED  # so that there is one graph
+            piece = 1 if self._decoder.compiled else 2  # each length is recorded, or compiled
             for start in range(known, len(tokens), piece):
                 logits_V = self._fed(tokens[start : start + piece])
         self._read = list(tokens)
@@ -213,8 +221,9 @@ class Pace:
 
     The net cost of drafts so far, plus that of the next ones if all were wrong, must stay below ``LOST`` steps plus
     ``LOSS`` of the time of plain steps. So an answer of 128 tokens or more takes at most 1.03 times as long (1.05 if a
-    draft costs 0.9 of a step, as the first pass assumes less), not counting some 15 us of bookkeeping per token. Times
-    are medians of the latest few; the first step, which may compile code, is not counted.
+    draft costs 0.9 of a step, as the first pass assumes less), not counting some 15 us of bookkeeping per token, and
+    what it takes once to record passes, as steps are. Times are medians of the latest few; the first step, which may
+    compile code, is not counted.
 
     Args:
         counts: numbers of tokens to choose from, ascending.
@@ -273,6 +282,10 @@ class Pace:
         share = self._right / self._tried
         return sum(share**i for i in range(n + 1)) / (1 + self._cost_of(n))
 
+    def skip(self, tokens: int) -> None:
+        """Count ``tokens`` of a forward that took longer than others will."""
+        self._tokens += tokens
+
     def plain(self, ms: float) -> None:
         """Count a plain step of ``ms`` milliseconds."""
         self._steps += 1
@@ -327,7 +340,7 @@ class Speculator:
         """A step, or a pass that verifies drafts, after ``prompt`` and ``sequence``; its milliseconds. ``take``
         appends the token that it chooses from such logits ``[V]`` to ``sequence``; it is called once or more.
         """
-        started, tokens = time.perf_counter(), [*prompt, *sequence.tokens]
+        started, tokens, decoder.took_longer = time.perf_counter(), [*prompt, *sequence.tokens], False
         # times and drafts differ from process to process, if several compute the model
         (count,) = decoder.agreed([self.pace.count(sequence.left - 1)])
         guesses = self.source.propose(tokens, count) if count else []
@@ -336,7 +349,10 @@ class Speculator:
         logits_TV = (decoder.verify(ids_1T) if guesses else decoder.step(ids_1T)).cpu()  # waits for a GPU
         ms = (time.perf_counter() - started) * 1e3
         if not guesses:
-            self.pace.plain(ms)
+            if decoder.took_longer:
+                self.pace.skip(1)
+            else:
+                self.pace.plain(ms)
             take(logits_TV[0])
             return ms
         before = len(sequence.tokens)
@@ -352,21 +368,28 @@ class Speculator:
         right = sum(a == b for a, b in zip(taken, guesses, strict=False))
         self._drafted, self._accepted = self._drafted + len(guesses), self._accepted + right
         self._passes += 1
-        self.pace.passed(ms, len(guesses), right)
+        if decoder.took_longer or self.source.took_longer:
+            self.pace.skip(len(taken))
+        else:
+            self.pace.passed(ms, len(guesses), right)
         return ms
 
 
 def speculator(
     decoder: Decoder,
     max_tokens: int,
-    prompt_lookup: int = 0,
+    prompt_lookup: int | None = None,
     assistant_model: nn.Module | None = None,
     draft_tokens: int | None = None,
 ) -> Speculator | None:
     """Speculative decoding as the arguments of :func:`torch_pi2.generate` ask for it, of sequences of ``max_tokens``;
-    None: they do not. Raises ConfigError: a setting is invalid. UnsupportedModelError: see :class:`Decoder`.
+    None: they do not, or by default where passes may have other bits. Raises ConfigError: a setting is invalid.
+    UnsupportedModelError: see :class:`Decoder`.
     """
-    lookup, assisted = prompt_lookup != 0, assistant_model is not None
+    assisted = assistant_model is not None
+    if prompt_lookup is None:
+        prompt_lookup = _LOOKED_UP if not assisted and decoder.passes_are_steps() else 0
+    lookup = prompt_lookup != 0
     if (lookup and assisted) or (draft_tokens is not None and not assisted):
         expected, fix = "prompt_lookup, or assistant_model with or without draft_tokens", "Choose one source of drafts."
         found = "prompt_lookup and assistant_model" if lookup and assisted else "draft_tokens without a model"
@@ -382,4 +405,5 @@ def speculator(
     if assistant_model is not None:
         source = Assistant(assistant_model, decoder.model, max_tokens, decoder.compiled)
     # passes of each length are recorded, which takes as long as some steps, or compiled
-    return Speculator(source, Pace([drafted] if decoder.compiled else sorted({-(-drafted // 2), drafted})))
+    one = decoder.compiled or drafted <= _LOOKED_UP
+    return Speculator(source, Pace([drafted] if one else [-(-drafted // 2), drafted]))

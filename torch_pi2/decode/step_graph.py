@@ -202,6 +202,10 @@ class GraphRunner:
             the state of the model then.
         may_repeat: whether ``forward`` may repeat a step whose recorded calls fail: unless other processes would not,
             or the calls have changed recurrent states.
+        wait: steps before one is recorded; None: ``_BEFORE``.
+
+    Attributes:
+        took_longer: whether the latest step was recorded, compared or translated.
     """
 
     def __init__(
@@ -211,10 +215,12 @@ class GraphRunner:
         recording: Callable[[], AbstractContextManager[Any]] = nullcontext,
         same: Callable[[], bool] = lambda: True,
         may_repeat: bool = True,
+        wait: int | None = None,
     ) -> None:
+        self.took_longer = False
         self._may_repeat, self._recording, self._same = may_repeat, recording, same
         self._forward, self._may_record = forward, may_record
-        self._wait, self._replayed, self._left = _BEFORE, 0, 0
+        self._wait, self._replayed, self._left = _BEFORE if wait is None else wait, 0, 0
         self._known = False
         self._calls: Calls | None = None
         self._run: Forward | None = None
@@ -234,10 +240,12 @@ class GraphRunner:
         self._known, self._wait = False, _BEFORE
 
     def __call__(self, ids_BT: torch.Tensor) -> torch.Tensor:
+        self.took_longer = False
         if self._run is None:
             return self._observe(ids_BT)
         if not self._left:
             return self._compare(ids_BT)
+        self.took_longer = not self._replayed  # it is translated then
         try:
             result = self._run(ids_BT)
         except Exception:
@@ -254,6 +262,7 @@ class GraphRunner:
         self._wait -= self._wait > 0
         if self._wait or not self._may_record():
             return self._forward(ids_BT)
+        self.took_longer = True
         if self._calls is not None:
             return self._compare(ids_BT)
         self._wait = -1
@@ -277,6 +286,7 @@ class GraphRunner:
 
     def _compare(self, ids_BT: torch.Tensor) -> torch.Tensor:
         assert self._calls is not None
+        self.took_longer = True
         with self._recording() if self._run is None else nullcontext():
             result, equal = repeat(self._forward, ids_BT, self._calls)
         if not (equal and (self._run is not None or self._same())):
