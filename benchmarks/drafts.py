@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     rounds; ``ratio`` beside plain decoding in the same round, and ``whole`` with prompts, the draft model's included.
     """
     model, draft = (torch_pi2.load(_file(name)) for name in (args.model, args.draft_model))
-    ways: dict[str, dict[str, Any]] = {PLAIN: {}}
+    ways: dict[str, dict[str, Any]] = {PLAIN: {"prompt_lookup": 0}}
     for count in filter(None, args.draft_tokens):
         ways[f"draft model, {count}"] = {"assistant_model": draft, "draft_tokens": count}
     for count in filter(None, args.prompt_lookup):
