@@ -8,14 +8,11 @@ budgets. torch-pi2 optimize MODEL --hardware NAME does both for a checkpoint.
 import argparse
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch_pi2.cli import common, models
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import ACTIVATIONS
-
-if TYPE_CHECKING:
-    pass
 
 EXAMPLE = "torch-pi2 plan my-model --stats my-stats --predictors my-predictors --out my-plan --hot-frequency 0.5"
 

@@ -72,7 +72,6 @@ _WORDS: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "relu2"),
     **dict.fromkeys(("use_parallel_residual", "expert_weights_norm"), (True, False)),
 }
-_SLIDING = {"attention.sliding_window": "sliding_window"}
 
 
 @dataclass(frozen=True)
