@@ -29,12 +29,11 @@ from torch_pi2.decode.state_steps import fast_states
 from torch_pi2.decode.step_graph import Forward, GraphRunner, StepGraph, captured, on_device, record, repeat
 from torch_pi2.distributed.pipeline_parallel import without_logits
 from torch_pi2.errors import ConfigError, DeviceError, DtypeError, ShapeError, UnsupportedModelError
-from torch_pi2.layers.choices import choosing
 from torch_pi2.layers.gpu import device_of
 from torch_pi2.layers.lazy import LazyDown
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import homes, replacements
-from torch_pi2.layers.prompt import chunks_of_prompt, single_steps
+from torch_pi2.layers.prompt import called_with, chunks_of_prompt, single_steps
 from torch_pi2.ops.constants import constants
 from torch_pi2.profiling.data import last_token
 from torch_pi2.rewrite.state import ModelState, store_of
@@ -250,7 +249,7 @@ class Decoder:
 
     def _forward(self, ids_BT: torch.Tensor, of_each: bool) -> torch.Tensor:
         """Next tokens or logits; ``of_each``: logits ``[T, V]`` of all tokens, each computed as if it came alone."""
-        choices = choosing(self._kv.choices(slice(len(ids_BT)), reading=False))
+        choices = called_with(choices=self._kv.choices(slice(len(ids_BT)), reading=False))
         with (
             packed_attention(self.model),
             self._steps_of_states(),
@@ -482,7 +481,7 @@ class Decoder:
                 inputs["position_ids"] = torch.arange(at, at + ids_BT.shape[1], device=self.device).expand_as(ids_BT)
         where = on_device(self.device), packed_attention(self.model), self._steps_of_states()
         first = self._adding or 0
-        choices = choosing(self._kv.choices(slice(first, first + len(ids_BT)), reading=True))
+        choices = called_with(choices=self._kv.choices(slice(first, first + len(ids_BT)), reading=True))
         with where[0], where[1], where[2], choices, chunks_of_prompt(of_tokens), how or nullcontext(), watch:
             output = self.model(input_ids=ids_BT, use_cache=True, logits_to_keep=last_token(ids_BT), **inputs)
         return self._answer(output.logits)

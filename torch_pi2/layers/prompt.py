@@ -8,7 +8,7 @@ results differ only in the last bits (order of summation; bfloat16 inputs: produ
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,9 @@ from torch_pi2.layers.rows import row_of_each
 from torch_pi2.ops import ACTIVATIONS, load
 from torch_pi2.ops.activations import cuts, exact_zeros, norm, on_up
 from torch_pi2.ops.gpu.operators import products_from, rows_at_once
-from torch_pi2.types.site import FFNSite
+
+if TYPE_CHECKING:
+    from torch_pi2.layers.ffn import SparseFFN
 
 #: Number of tokens from which matrix products are used, unless ``SparseFFN.dense_from`` is set.
 PROMPT_TOKENS = 32
@@ -50,7 +52,8 @@ call_mode = _CallMode()
 
 
 @contextmanager
-def _called_with(**settings: Any) -> Iterator[None]:
+def called_with(**settings: Any) -> Iterator[None]:
+    """Context of calls with other values in :data:`call_mode`."""
     before = {name: getattr(call_mode, name) for name in settings}
     vars(call_mode).update(settings)
     try:
@@ -61,51 +64,22 @@ def _called_with(**settings: Any) -> Iterator[None]:
 
 def chunks_of_prompt(tokens: int) -> AbstractContextManager[None]:
     """Context in which calls are chunks of a prompt of ``tokens`` tokens, computed as the whole would be."""
-    return _called_with(prompt_tokens=tokens)
+    return called_with(prompt_tokens=tokens)
 
 
 def sparse_only() -> AbstractContextManager[None]:
     """Context in which layers work as in decoding for any number of tokens, to measure what a predictor misses."""
-    return _called_with(sparse_only=True)
+    return called_with(sparse_only=True)
 
 
 def of_sequences(count: int) -> AbstractContextManager[None]:
     """Context of a call of ``count`` sequences of equal length, for layers whose inputs do not show it."""
-    return _called_with(sequences=count)
+    return called_with(sequences=count)
 
 
 def single_steps() -> AbstractContextManager[None]:
     """Context in which tokens of a call are steps of one sequence, each with the bits of a call of its own."""
-    return _called_with(single_steps=True, sparse_only=True)
-
-
-class PromptLayer(Protocol):
-    """The members of a :class:`~torch_pi2.layers.ffn.SparseFFN` that this module reads: it is below that class."""
-
-    site: FFNSite
-    weights: str
-    int8_activations: bool
-    in_memory: bool
-    has_tiles: bool
-    expected_share: float
-    dense_from: int | None
-    by_batch: tuple[tuple[int, int], ...]
-    n_hot: int
-    threshold: float
-    thresholds: torch.Tensor | None
-    neuron_rows: torch.Tensor
-    bias_gate: torch.Tensor | None
-    bias_up: torch.Tensor | None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the layer's float parameters."""
-
-    @property
-    def has_predictor(self) -> bool:
-        """Whether cold neurons are predicted."""
-
-    def bias_out(self, skips: bool) -> torch.Tensor | None: ...
+    return called_with(single_steps=True, sparse_only=True)
 
 
 def decoded_together(x: torch.Tensor, hidden: int) -> int:
@@ -113,7 +87,7 @@ def decoded_together(x: torch.Tensor, hidden: int) -> int:
     return 1 if call_mode.single_steps else x.numel() // hidden
 
 
-def takes_prompt_path(layer: PromptLayer, x: torch.Tensor) -> bool:
+def takes_prompt_path(layer: "SparseFFN", x: torch.Tensor) -> bool:
     """Whether :func:`prompt_ffn` is the faster path for ``x [..., H]``."""
     if on_gpu(x):
         if torch.compiler.is_compiling():
@@ -131,12 +105,12 @@ def takes_prompt_path(layer: PromptLayer, x: torch.Tensor) -> bool:
     return _wants_all(layer) if layer.has_predictor else not layer.int8_activations
 
 
-def _as_they_are(layer: PromptLayer) -> bool:
+def _as_they_are(layer: "SparseFFN") -> bool:
     """Whether matrix products use the rows of ``layer`` unconverted."""
     return layer.weights == FLOAT and layer.dtype == _of_factors(layer.dtype)
 
 
-def dense_on_gpu_from(layer: PromptLayer) -> int:
+def dense_on_gpu_from(layer: "SparseFFN") -> int:
     """Tokens from which a ``layer`` on a GPU computes all: each token's own neurons would be more to read."""
     site, share = layer.site, layer.expected_share
     hot = layer.by_batch[-1][1] if layer.by_batch else layer.n_hot
@@ -150,7 +124,7 @@ def dense_on_gpu_from(layer: PromptLayer) -> int:
     return products_from(stored, site.hidden, factor_bytes, share)
 
 
-def skips_predictor(layer: PromptLayer, x: torch.Tensor) -> bool:
+def skips_predictor(layer: "SparseFFN", x: torch.Tensor) -> bool:
     """Whether ``x [..., H]`` is a prompt of which the operator computes every gate and up (int8: by tiles).
 
     If few neurons are predicted, following the predictor is faster. Only AVX-512 VNNI has tiles so far.
@@ -162,7 +136,7 @@ def skips_predictor(layer: PromptLayer, x: torch.Tensor) -> bool:
     return _wants_all(layer)
 
 
-def _wants_all(layer: PromptLayer) -> bool:
+def _wants_all(layer: "SparseFFN") -> bool:
     """Whether a predicted layer computes every neuron of a prompt; it does if ``dense_from`` is set."""
     most = PREDICTED_SHARE_INT8 if layer.int8_activations and layer.has_tiles else PREDICTED_SHARE
     return layer.dense_from is not None or layer.expected_share > most
@@ -174,7 +148,7 @@ def has_tiles() -> bool:
     return str(torch.ops.pi2.kernel_tables()).endswith("vnni")
 
 
-def _stays(layer: PromptLayer, x: torch.Tensor) -> bool:
+def _stays(layer: "SparseFFN", x: torch.Tensor) -> bool:
     """Whether ``x`` is no prompt: few tokens, :func:`sparse_only`, or a graph being captured for any number of tokens.
 
     Up to the largest bucket of a plan (``by_batch``), tokens are sequences: a step keeps its bits, compiled or not.
@@ -185,12 +159,12 @@ def _stays(layer: PromptLayer, x: torch.Tensor) -> bool:
     return least == 0 or _tokens(layer, x) < least
 
 
-def _tokens(layer: PromptLayer, x: torch.Tensor) -> int:
+def _tokens(layer: "SparseFFN", x: torch.Tensor) -> int:
     """Tokens of the call, or of the whole prompt that it is a chunk of."""
     return max(x.numel() // layer.site.hidden, call_mode.prompt_tokens)
 
 
-def prompt_from(layer: PromptLayer) -> int:
+def prompt_from(layer: "SparseFFN") -> int:
     """Number of tokens from which a call is a prompt to ``layer``; 0: never."""
     least = PROMPT_TOKENS if layer.dense_from is None else layer.dense_from
     return max(least, layer.by_batch[-1][0] + 1) if least and layer.by_batch else least
@@ -201,7 +175,7 @@ def _of_factors(dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
-def prompt_ffn(layer: PromptLayer, x: torch.Tensor, products: list[torch.Tensor] | None = None) -> torch.Tensor:
+def prompt_ffn(layer: "SparseFFN", x: torch.Tensor, products: list[torch.Tensor] | None = None) -> torch.Tensor:
     """``layer(x)`` for ``x [..., H]`` with every neuron computed; the result has ``x``'s dtype. ``products``: gets the
     input of down, float32 ``[T, slice of neurons]`` in plan order.
 
@@ -213,7 +187,7 @@ def prompt_ffn(layer: PromptLayer, x: torch.Tensor, products: list[torch.Tensor]
         return _prompt_ffn(layer, x, products)
 
 
-def _prompt_ffn(layer: PromptLayer, x: torch.Tensor, products: list[torch.Tensor] | None) -> torch.Tensor:
+def _prompt_ffn(layer: "SparseFFN", x: torch.Tensor, products: list[torch.Tensor] | None) -> torch.Tensor:
     site, kind = layer.site, layer.weights
     dtype = _of_factors(x.dtype)
     x_TH = x.reshape(-1, site.hidden).to(dtype)
