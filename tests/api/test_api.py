@@ -227,9 +227,9 @@ def test_steps_by_hand_equal_optimize(drelu) -> None:
     torch_pi2.optimize(drelu, ids(), config)
     assert torch.equal(logits(drelu), by_hand)  # the whole is deterministic
     order = plan.layers[0].order.long()
-    frequency = stats.frequency(plan.layers[0].site.key)[order]
+    frequency = stats[plan.layers[0].site.key].frequency()[order]
     assert bool((frequency[:-1] >= frequency[1:]).all())  # hottest first
-    assert all(layer.n_hot == int((stats.frequency(layer.site.key) >= 0.4).sum()) for layer in plan.layers)
+    assert all(layer.n_hot == int((stats[layer.site.key].frequency() >= 0.4).sum()) for layer in plan.layers)
 
 
 # Bad input: what was expected, what was found, what to do.

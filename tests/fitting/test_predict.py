@@ -460,7 +460,7 @@ def test_auto_counts_the_bytes_of_the_weights_as_they_will_be(weights: str, meth
     stats = torch_pi2.profile(model, torch.arange(256).view(4, 64) % 50)
     fitted = FittedPredictors()
     for site in find_sites(model):
-        half = int(gated_bytes(site, float(stats.frequency(site.key).mean()), 4) / 2)
+        half = int(gated_bytes(site, float(stats[site.key].frequency().mean()), 4) / 2)
         made = train_lowrank(samples(100, 0, layer()[1]), rank=4, steps=1)
         made.card = PredictorCard(0.9, 0.9, 0.01, half, 0.1, 4)
         fitted[site.key] = made

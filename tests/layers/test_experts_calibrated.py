@@ -129,9 +129,9 @@ def test_counts_are_those_of_a_plain_loop(smooth: nn.Module, sites: list[FFNSite
         assert (found.tokens, found.experts, found.borrowed) == (len(x_NH), site.experts, 0)
         assert (found.fired - (score_NI > 0.1).sum(0)).abs().max() <= 1  # a score at the cut may go either way
         assert torch.allclose(found.abs_sum, score_NI.double().sum(0), rtol=1e-4)
-        assert torch.allclose(stats.frequency(site.key), found.fired.double() / len(x_NH))
+        assert torch.allclose(stats[site.key].frequency(), found.fired.double() / len(x_NH))
     with pytest.raises(ConfigError, match=r"batch size for the firing frequency of .*experts.0: expected 1 to 1"):
-        stats.frequency(sites[0].key, 2)
+        stats[sites[0].key].frequency(2)
     assert sum(stats[site.key].tokens for site in sites) == 2 * 2 * ids.numel()  # two layers, two experts a token
 
 

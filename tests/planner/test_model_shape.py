@@ -36,7 +36,7 @@ def test_shape_of_a_model_in_memory() -> None:
     assert shape.head_bytes == 64 * 32 * 4
     neurons = sum(y.intermediate * y.neuron_bytes for y in shape.layers)
     assert 0 <= shape.fixed_bytes + neurons - size <= 1024  # and the rotary frequencies
-    often_I = parts.stats.frequency(layer.key)[parts.plan.layers[0].order.long()]
+    often_I = parts.stats[layer.key].frequency()[parts.plan.layers[0].order.long()]
     assert layer.frequency(1).tolist() == often_I.tolist()
     assert layer.base_hot == parts.plan.layers[0].n_hot
 

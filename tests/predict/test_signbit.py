@@ -142,7 +142,7 @@ def test_trained_model_end_to_end(trained: nn.Module, tokenizer, tmp_path: Path)
         card = parts.predictors[layer.site.key].card
         assert card.recall > 0.9  # on other tokens than the margin was set on
         assert card.predicted_active < 0.95
-        assert card.precision > 1.05 * parts.stats.frequency(layer.site.key)[layer.order[layer.n_hot :].long()].mean()
+        assert card.precision > 1.05 * parts.stats[layer.site.key].frequency()[layer.order[layer.n_hot :].long()].mean()
     assert loss < 1.05 * dense_loss
     assert share["gate_rows"] < 0.95 * share["neurons"]
 

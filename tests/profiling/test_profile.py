@@ -180,8 +180,8 @@ def test_lookups_refuse_strangers() -> None:
     with pytest.raises(ConfigError, match=r"layer in the activation statistics: expected one of , found 'x'"):
         one["x"]
     with pytest.raises(ConfigError, match=r"expected 1 to 4 .* found 64. Profile with a larger batch_size"):
-        one.frequency("", 64)
-    low, three, high = (float(one.frequency("", b).sum()) for b in (2, 3, 4))
+        one[""].frequency(64)
+    low, three, high = (float(one[""].frequency(b).sum()) for b in (2, 3, 4))
     assert low < three < high
 
 

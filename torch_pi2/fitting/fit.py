@@ -49,7 +49,7 @@ from torch_pi2.types.stats import ActivationStats
 
 def cold_neurons(stats: ActivationStats, key: str, hot_frequency: float) -> torch.Tensor:
     """Neurons that fire for less than ``hot_frequency`` of single tokens, int64 ascending."""
-    return torch.nonzero(stats.frequency(key) < hot_frequency).flatten()
+    return torch.nonzero(stats[key].frequency() < hot_frequency).flatten()
 
 
 def _check_profiled(model: nn.Module, sites: Sequence[FFNSite], stats: ActivationStats) -> str:

@@ -141,7 +141,7 @@ def plan_experts(
     asked = [replace(config, method=kind) for kind in kinds]
     predicted = [plan_layer(site, stats, predictors[site.key], asked[0], weight_bytes) for site in sites]
     read = sum(predicted_bytes(layer, weight_bytes) + _bytes(predictors[layer.site.key]) for layer in predicted)
-    without = sum(gated_bytes(site, float(stats.frequency(site.key).mean()), weight_bytes) for site in sites)
+    without = sum(gated_bytes(site, float(stats[site.key].frequency().mean()), weight_bytes) for site in sites)
     return predicted if len(kinds) == 1 and read < without else gated
 
 

@@ -209,10 +209,6 @@ class ActivationStats:
         seen = max((s.tokens for s in self if s.experts is None), default=0)
         return seen or int(self.made_by.get("tokens", max((s.tokens for s in self), default=0)))
 
-    def frequency(self, key: str, batch: int = 1) -> torch.Tensor:
-        """See :meth:`LayerStats.frequency`."""
-        return self[key].frequency(batch)
-
     def threshold_for(self, key: str, share: float) -> float:
         """Cut on the score at which ``share`` of a layer's (token, neuron) pairs do not fire (CATS, 2404.08763).
 
