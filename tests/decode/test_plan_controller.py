@@ -118,7 +118,7 @@ def test_all_hot_is_the_dense_layer_and_one_boundary_the_same_bits(folders: dict
     x = torch.randn(2, layer.site.hidden, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         layer.by_batch = ((1, 0), (2, layer.site.intermediate))
-        assert torch.equal(layer(x), layer.forward_dense(x))
+        assert torch.equal(layer(x), layer._compute(x, layer.site.intermediate, 0.0))
         layer.by_batch = ((1, 90), (2, 90))
         assert torch.equal(layer(x), torch.cat([layer(x[:1]), layer(x[1:])]))
 

@@ -265,7 +265,7 @@ def test_lowrank_computes_what_the_reference_says():
     h = F.relu(F.linear(X_BTH, weights.up, weights.bias_up)) * keep
     assert 0 < int(active.sum()) < active.numel()
     assert close(ffn(X_BTH), F.linear(h, weights.down, weights.bias_down))
-    assert close(ffn.forward_dense(X_BTH), model[1](X_BTH))
+    assert close(ffn._compute(X_BTH, ffn.site.intermediate, 0.0), model[1](X_BTH))
 
 
 @torch.no_grad()

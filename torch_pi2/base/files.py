@@ -26,7 +26,7 @@ import torch
 from torch_pi2.base.crc32c import continue_crc32c
 from torch_pi2.base.fields import shown
 from torch_pi2.base.reading import parse, read_bytes
-from torch_pi2.errors import ArtifactError, ConfigError, check_made_from
+from torch_pi2.errors import ArtifactError, check_made_from
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -88,12 +88,6 @@ def to_replace(path: str | Path) -> Path | None:
 def is_standard_output(path: str | Path) -> bool:
     """Whether ``path`` is standard output, where nothing else may be printed then."""
     return str(path) in _STANDARD_OUTPUT
-
-
-def check_not_standard_output(path: str | Path, what: str) -> None:
-    """Raises ConfigError: ``path`` is standard output, which ``what`` does not support."""
-    if is_standard_output(path):
-        raise ConfigError(what, expected="a file", found=f"standard output ({path})", fix="Name a file.")
 
 
 def _write_to(path: str | Path, pieces: Iterable[bytes]) -> None:

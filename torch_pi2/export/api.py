@@ -14,13 +14,15 @@ from torch_pi2.base.files import atomic_write, replacing_folder
 from torch_pi2.base.progress import log
 from torch_pi2.decode.generate import ignored_settings
 from torch_pi2.errors import ConfigError, UnsupportedModelError
+from torch_pi2.export import qnn
 from torch_pi2.export.delegated import delegated_copy, exported_layers, linears_of, prepare_rest, registered
 from torch_pi2.export.describe import manifest_of, runner_constants
+from torch_pi2.export.executorch import check_executorch
 from torch_pi2.export.hot import CHUNK
 from torch_pi2.export.manifest import PROGRAM_FILE, STORE_FILE
 from torch_pi2.export.methods import Methods, Source, chunks_of, decoder_methods_of, module_methods
 from torch_pi2.export.program import named_failures, trace
-from torch_pi2.export.settings import ExportSettings, check_bundle_folder, check_installed
+from torch_pi2.export.settings import ExportSettings, check_bundle_folder
 from torch_pi2.export.store import NO_STORE, StoreFacts, blob_of, write_store
 from torch_pi2.export.text import write_chat
 from torch_pi2.layers.experts import SparseExperts
@@ -92,7 +94,9 @@ def export(
     """
     given: dict[str, Any] = dict(locals())
     settings = ExportSettings(**{one.name: given[one.name] for one in fields(ExportSettings)})
-    check_installed(settings)
+    check_executorch()
+    if settings.soc is not None:
+        qnn.check(settings.qnn.soc)
     folder = Path(folder).resolve()
     check_bundle_folder(folder)
     parts, layers = get_state(model), exported_layers(model)

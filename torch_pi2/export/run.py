@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import torch
 
 from torch_pi2.base.fields import Field, argument, checked
-from torch_pi2.base.files import check_not_standard_output
+from torch_pi2.base.files import is_standard_output
 from torch_pi2.base.progress import log
 from torch_pi2.base.units import parse_bytes
 from torch_pi2.decode.sequence import GeneratedSequence, TextStream, decode_loop
@@ -107,8 +107,9 @@ class Bundle:
         tokenizer: Any = None,
         verify: bool | None = None,
     ) -> None:
-        if trace is not None:
-            check_not_standard_output(trace, "Bundle(trace)")
+        if trace is not None and is_standard_output(trace):
+            found = f"standard output ({trace})"
+            raise ConfigError("Bundle(trace)", expected="a file", found=found, fix="Name a file.")
         self.folder = Path(folder)
         self.manifest = Manifest.load(self.folder, verify is not False)
         for name, given in (("store", store), ("trace", trace)):

@@ -10,7 +10,6 @@ from torch_pi2.base.fields import Field, argument, check_fields, limited
 from torch_pi2.base.files import entries
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.export import qnn
-from torch_pi2.export.executorch import check_executorch
 from torch_pi2.export.manifest import MANIFEST_FILE, Manifest
 from torch_pi2.types.config import HOT_ATTENTION, KV_FORMATS, LINEARS
 
@@ -89,13 +88,6 @@ def _check(settings: ExportSettings) -> None:
         if not good:
             found = repr(getattr(settings, name))
             raise ConfigError(f"export({name}=...)", expected=expected, found=found, fix="Leave it out, or correct it.")
-
-
-def check_installed(settings: ExportSettings) -> None:
-    """Raises if ExecuTorch or the NPU's compiler is missing."""
-    check_executorch()
-    if settings.soc is not None:
-        qnn.check(settings.qnn.soc)
 
 
 def check_bundle_folder(folder: Path) -> None:

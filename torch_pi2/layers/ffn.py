@@ -330,10 +330,6 @@ class SparseFFN(DenseForm):
             setattr(self, f"predictor_{name}", tensor)
         self.predictor_in_blocks = False
 
-    def forward_dense(self, x: torch.Tensor) -> torch.Tensor:
-        """The FFN with every neuron computed."""
-        return self._compute(x, self.site.intermediate, 0.0)
-
     def _compute(self, x: torch.Tensor, n_hot: int, threshold: float) -> torch.Tensor:
         return torch.ops.pi2.sparse_ffn(x, *self.tensors(threshold > 0), None, *self.settings(n_hot, threshold))
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch_pi2.base.dtypes import check_on_cpu, dtype_name
 from torch_pi2.base.memory import new_tensor
 from torch_pi2.base.offloaded import GuardedParameters, OffloadedParameter, apply_without_offloaded
-from torch_pi2.errors import ConfigError, ShapeError
-from torch_pi2.formats import GGML, row_bytes
+from torch_pi2.errors import ConfigError, ShapeError, check_choice
+from torch_pi2.formats import GGML, QUANTIZED, row_bytes
 from torch_pi2.layers.checks import result_dtype
 from torch_pi2.layers.gpu import goes_to_gpu, on_gpu
 from torch_pi2.layers.prompt import call_mode
@@ -20,7 +20,7 @@ from torch_pi2.ops.constants import wants_blocks
 from torch_pi2.ops.gpu.operators import products_from
 from torch_pi2.ops.linear import ROWS as BLOCK_ROWS
 from torch_pi2.ops.linear import from_blocks, to_blocks
-from torch_pi2.ops.quantized import RelativeError, check_kind, check_rows_kind, quantize
+from torch_pi2.ops.quantized import RelativeError, check_kind, quantize
 
 #: Size in float32 of the rows quantised or dequantised at a time.
 CHUNK_BYTES = 32 << 20
@@ -78,7 +78,7 @@ class QuantLinear(_OverRows):
         name: str = "a quantised linear layer",
     ) -> None:
         super().__init__()
-        check_rows_kind(weights)
+        check_choice("weights", weights, (*QUANTIZED, *GGML), "See torch_pi2.formats.")
         load()
         wanted = row_bytes(weights, columns)
         if rows.dim() != 2 or rows.shape[1] != wanted or rows.dtype != torch.uint8:

@@ -20,11 +20,6 @@ def check_kind(weights: str) -> None:
     check_choice("weights", weights, QUANTIZED, fix)
 
 
-def check_rows_kind(weights: str) -> None:
-    """Raises ConfigError unless rows of linear layers can have the format ``weights``."""
-    check_choice("weights", weights, (*QUANTIZED, *GGML), "See torch_pi2.formats.")
-
-
 def check_quantizable(what: str, w: torch.Tensor, weights: str) -> None:
     """Check that a weight can be quantised; ``what``: its name. Raises DtypeError: not float32, bfloat16 or float16.
     ShapeError: not a matrix with columns. DeviceError: not on the CPU. NonFiniteError: NaN or infinity, or so large

@@ -1,18 +1,12 @@
 """``recurrence`` and ``conv_step``: one token of layers with recurrent states."""
 
-from types import SimpleNamespace
-
 import torch
 import torch.nn.functional as F
 
 from torch_pi2.ops.operators import like_x, operator
 
 
-def _like_v(call: SimpleNamespace) -> torch.Tensor:
-    return call.v.new_empty(call.v.shape)
-
-
-@operator(_like_v)
+@operator(lambda call: call.v.new_empty(call.v.shape))
 def recurrence(
     state: torch.Tensor,
     decay: torch.Tensor,

@@ -148,11 +148,6 @@ def family_of(file: GgufFile) -> Family:
     _unsupported(file, ", ".join(sorted({family.arch for family in FAMILIES})), shown(arch), "architecture of ")
 
 
-def rows_in_file(rows: int, heads: int) -> torch.Tensor:
-    """``[rows]``: row in the file of each row of the model, for permuted tensors (interleaved halves of heads)."""
-    return torch.arange(rows).unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(-1)
-
-
 class ArchMetadata:
     """A file's metadata by keys of its architecture. ``unused``: keys that were not read."""
 

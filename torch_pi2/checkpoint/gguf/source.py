@@ -11,7 +11,7 @@ import torch
 from torch_pi2.base.package import needed
 from torch_pi2.base.reading import Closing
 from torch_pi2.base.tensorfile import Spec
-from torch_pi2.checkpoint.gguf.families import ArchMetadata, Family, arch_number, family_of, rows_in_file
+from torch_pi2.checkpoint.gguf.families import ArchMetadata, Family, arch_number, family_of
 from torch_pi2.checkpoint.stored import Packed
 from torch_pi2.errors import ArtifactError, NonFiniteError
 from torch_pi2.formats import ROWS
@@ -209,7 +209,8 @@ class GgufCheckpoint(Closing):
         if rows % (2 * heads):
             expected, fix = f"rows of {heads} heads", "The file's metadata is of another model; get it again."
             raise ArtifactError(f"{tensor.name} of {self.folder}", expected=expected, found=str(rows), fix=fix)
-        return rows_in_file(rows, heads)
+        # the halves of a head are interleaved
+        return torch.arange(rows).unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(-1)
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
         """Parameter ``name``, or its rows ``[start, stop)``, exactly (16-bit floats in their dtype)."""
