@@ -8,9 +8,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from torch import nn
 
-from torch_pi2.base.lookups import Lookups
 from torch_pi2.base.memory import new_tensor
 from torch_pi2.errors import ArtifactError, ConfigError, ShapeError
 from torch_pi2.graph.routed import LinearRouter, Routed
@@ -19,7 +17,7 @@ from torch_pi2.layers.checks import check_ffn_input, result_dtype
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.gpu import TransferBuffer, on_gpu
 from torch_pi2.layers.offloaded import Gates, InStore, OffloadedFFN, Store, check_store_layer
-from torch_pi2.layers.rows import convert
+from torch_pi2.layers.rows import SparseModule, convert
 from torch_pi2.ops import load
 from torch_pi2.ops.linear import IN_BLOCKS
 from torch_pi2.predict import LAYER_TENSORS, tensors_among
@@ -31,7 +29,7 @@ _BIASES = ("bias_gate", "bias_up", "bias_down")
 _STACKED = (*("neuron_rows", "order", "inverse", *_BIASES), *(f"predictor_{name}" for name in LAYER_TENSORS))
 
 
-class SparseExperts(nn.Module):
+class SparseExperts(SparseModule):
     """All experts of a module, each computed as its plan says.
 
     Args:
@@ -55,13 +53,7 @@ class SparseExperts(nn.Module):
         split: the experts on a GPU, if some are there: inputs and results are then on that GPU.
     """
 
-    #: Whether all neurons are in memory.
-    in_memory = True
-    is_sparse_layer = True
     split: gpu.HybridExperts | None = None
-    lookups: Lookups | None = None
-    neuron_rows: torch.Tensor
-    order: torch.Tensor
     cuts_E: torch.Tensor
     thresholds_E: torch.Tensor
     sites: tuple[FFNSite, ...]
@@ -125,11 +117,6 @@ class SparseExperts(nn.Module):
             stack[expert] = arranged
         assert stack is not None
         return stack
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the experts' float parameters; of quantised experts, of the parameters they replaced."""
-        return self.neuron_rows.dtype if self.weights == "float" else self._dtype
 
     def expert(self, expert: int) -> SparseFFN:
         """The layer of one expert; its tensors are views of these buffers."""
@@ -223,10 +210,6 @@ class SparseExperts(nn.Module):
         self.leave_blocks()
         self.split = gpu.HybridExperts(self, there, link, neuron_rows)
 
-    def end_split(self) -> None:
-        """Compute all experts on the CPU again."""
-        self.split = None
-
     def leave_blocks(self) -> None:
         """Store the neurons as in files from now on; the predictors of experts are never stored in blocks."""
         if self.neuron_rows.is_cpu and not self.neuron_rows.is_contiguous():
@@ -263,15 +246,6 @@ class SparseExperts(nn.Module):
         for expert, part in enumerate(self.experts()):  # one by one: no second copy of all of them
             value[expert] = part.dense_value(name)
         return value
-
-    def dense_values(self) -> dict[str, torch.Tensor]:
-        """:meth:`dense_value` of all parameters."""
-        return {name: self.dense_value(name) for name in dict.fromkeys(self.sites[0].parameter_names)}
-
-    def load_value(self, name: str, value: torch.Tensor) -> None:
-        """See :meth:`SparseFFN.load_value`."""
-        if self.assign(name, value):
-            self.expert(0).warn_of_other_weights()
 
     def assign(self, name: str, value: torch.Tensor) -> bool:
         """See :meth:`SparseFFN.assign`."""

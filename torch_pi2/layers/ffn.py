@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.base.lookups import Lookups
 from torch_pi2.base.memory import new_tensor
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import FLOAT, PAIRS, neuron_shape
@@ -70,9 +69,6 @@ class SparseFFN(DenseForm):
             :mod:`torch_pi2.layers.prompt`. Calls within the range of :attr:`by_batch` are never prompts.
     """
 
-    #: Whether all neurons are in memory.
-    in_memory = True
-    is_sparse_layer = True
     #: Whether the dense layer has dropout, which this layer does not compute.
     only_in_eval = False
     #: Name of the first argument of the dense layer's forward.
@@ -82,8 +78,6 @@ class SparseFFN(DenseForm):
     split: HybridFFN | None = None
     #: Whether up rows are in blocks (:meth:`arranged`).
     up_in_blocks = False
-    #: What the code that it replaces looks up; None: it still runs.
-    lookups: Lookups | None = None
     #: Of a part of a layer: first and last neuron in the whole layer.
     span: tuple[int, int] = (0, 0)
     by_batch: tuple[tuple[int, int], ...] = ()
@@ -372,10 +366,6 @@ class SparseFFN(DenseForm):
         check_gpu_has_kernels(self.site, self.weights, self.predictor_kind)
         if self.thresholds is not None:
             raise stays(f"{self.site.key}, whose neurons have thresholds of their own")
-
-    def end_split(self) -> None:
-        """Compute all neurons on the CPU again."""
-        self.split = None
 
     def part(self, first: int, last: int, neuron_rows: torch.Tensor | None = None) -> "SparseFFN":
         """A layer of the neurons ``first`` to ``last`` in plan order, over views of these tensors.

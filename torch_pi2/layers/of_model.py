@@ -13,6 +13,7 @@ from torch_pi2.layers.experts import OffloadedExperts, SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.lazy import LazyDown, LazySource
 from torch_pi2.layers.offloaded import OffloadedFFN
+from torch_pi2.layers.rows import SparseModule
 from torch_pi2.layers.sequence import FusedIdentity, only_input
 
 #: A module that holds weights: a layer, or all experts of a block.
@@ -40,7 +41,7 @@ def _own(kind: type) -> dict[str, object]:
     return {n: m for n in dir(kind) if callable(m := getattr(kind, n)) and getattr(m, "__module__", "") in _OURS}
 
 
-_OURS = {kind.__module__ for kind in (SparseFFN, SparseExperts, OffloadedFFN, OffloadedExperts)}
+_OURS = {kind.__module__ for kind in (SparseModule, SparseFFN, SparseExperts, OffloadedFFN, OffloadedExperts)}
 _METHODS = {kind: _own(kind) for kind in (SparseFFN, SparseExperts, OffloadedFFN, OffloadedExperts)}
 
 

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
+from torch_pi2.base.lookups import Lookups
 from torch_pi2.base.memory import new_tensor
 from torch_pi2.base.progress import log_once
 from torch_pi2.errors import ConfigError
@@ -86,28 +88,55 @@ def convert(
             buffers[name] = tensor.to(moved.device)
 
 
-class DenseForm(nn.Module):
-    """The weights of a sparse layer under the names and in the shapes of the dense model. ``neuron_rows [I, R, H]``, in
-    the format ``weights``, and ``bias_gate``, ``bias_up [I]`` in plan order (``order``; ``inverse``); ``bias_down
-    [H]``.
-    """
+class SparseModule(nn.Module):
+    """What a sparse layer and a module of sparse experts have in common."""
 
+    is_sparse_layer = True
+    #: Whether all neurons are in memory.
+    in_memory = True
+    #: The part on a GPU, if there is one.
+    split: Any = None
+    #: What the code that it replaces looks up; None: it still runs.
+    lookups: Lookups | None = None
     site: FFNSite
     method: str
     weights: str
     neuron_rows: torch.Tensor
     order: torch.Tensor
+    _dtype: torch.dtype
+    dense_value: Callable[[str], torch.Tensor]
+    assign: Callable[[str, torch.Tensor], bool]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the float parameters; if quantised, of those that were replaced."""
+        return self.neuron_rows.dtype if self.weights == "float" else self._dtype
+
+    def dense_values(self) -> dict[str, torch.Tensor]:
+        return {name: self.dense_value(name) for name in dict.fromkeys(self.site.parameter_names)}
+
+    def load_value(self, name: str, value: torch.Tensor) -> None:
+        """``assign``, with a warning if a lossy plan was made from other weights."""
+        if self.assign(name, value) and self.method in LOSSY:
+            what = f"{self.site.key} got other weights, but keeps a {self.method} plan made from the old ones"
+            log_once(f"{what}: optimise the model again")
+
+    def end_split(self) -> None:
+        """Compute everything on the CPU again."""
+        self.split = None
+
+
+class DenseForm(SparseModule):
+    """The weights of a sparse layer under the names and in the shapes of the dense model. ``neuron_rows [I, R, H]``, in
+    the format ``weights``, and ``bias_gate``, ``bias_up [I]`` in plan order (``order``; ``inverse``); ``bias_down
+    [H]``.
+    """
+
     inverse: torch.Tensor
     bias_gate: torch.Tensor | None
     bias_up: torch.Tensor | None
     bias_down: torch.Tensor | None
-    _dtype: torch.dtype
     in_row_order: Callable[[], torch.Tensor]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the float parameters; of a quantised layer, of those it replaced."""
-        return self.neuron_rows.dtype if self.weights == "float" else self._dtype
 
     def projection(self, role: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weight and bias of ``gate``, ``up`` (``[I, H]``) or ``down`` (``[H, I]``) in original neuron order."""
@@ -134,19 +163,6 @@ class DenseForm(nn.Module):
                 take(value).copy_(part)
         assert value is not None
         return value
-
-    def dense_values(self) -> dict[str, torch.Tensor]:
-        return {name: self.dense_value(name) for name in dict.fromkeys(self.site.parameter_names)}
-
-    def load_value(self, name: str, value: torch.Tensor) -> None:
-        """:meth:`assign`, with a warning if a lossy plan was made from other weights."""
-        if self.assign(name, value):
-            self.warn_of_other_weights()
-
-    def warn_of_other_weights(self) -> None:
-        if self.method in LOSSY:
-            what = f"{self.site.key} got other weights, but keeps a {self.method} plan made from the old ones"
-            log_once(f"{what}: optimise the model again")
 
     def assign(self, name: str, value: torch.Tensor) -> bool:
         """Write parameter ``name``, in its original shape, into the neurons; returns whether it changed any."""
