@@ -3,7 +3,7 @@
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,9 +146,6 @@ def collect_samples(
     n_tokens: int,
     *,
     thresholds: float | Mapping[str, float | torch.Tensor] | None = None,
-    tokenizer: Callable[..., Any] | None = None,
-    batch_size: int = 8,
-    seq_len: int = 128,
     seed: int = 0,
     folder: Path | None = None,
     progress: bool = True,
@@ -157,9 +154,9 @@ def collect_samples(
     (fewer for experts, which get few of all): site key -> :class:`Samples`, in random order.
 
     Args:
-        model, data, tokenizer, batch_size, seq_len: see :func:`torch_pi2.profiling.run.profile`. thresholds: a neuron
-            fires iff its score exceeds this (0: exact; one for all neurons of a site, or ``[I]``). folder: for the
-            samples; a complete folder is returned unchanged. None: in memory.
+        model, data: see :func:`torch_pi2.profiling.run.profile`. thresholds: a neuron fires iff its score exceeds this
+            (0: exact; one for all neurons of a site, or ``[I]``). folder: for the samples; a complete folder is
+            returned unchanged. None: in memory.
 
     Raises:
         ConfigError: ``n_tokens`` below 1. ArtifactError: ``folder`` is on a full disk. CalibrationError and others: as
@@ -169,7 +166,6 @@ def collect_samples(
         return SampleFiles(folder)
     if n_tokens < 1:
         raise ConfigError("n_tokens", expected="at least 1", found=str(n_tokens), fix="20000 is a good start.")
-    stream = batches(data, tokenizer=tokenizer, batch_size=batch_size, seq_len=seq_len)
     cuts = threshold_map(sites, thresholds)
     counts = _tokens(model, sites, n_tokens)
     if folder is not None:
@@ -177,7 +173,7 @@ def collect_samples(
         folder.mkdir(parents=True)
     paths = [folder / str(i) if folder else None for i in range(len(sites))]
     collectors = {s.key: _Collector(s, counts[s.key], cuts[s.key], seed, path) for s, path in zip(sites, paths)}
-    record(model, stream, sites, lambda f: collectors[f.site.key].add(f), progress=progress, label="samples")
+    record(model, batches(data), sites, lambda f: collectors[f.site.key].add(f), progress=progress, label="samples")
     if folder is None:
         return {k: c.result() for k, c in collectors.items()}
     entries = {key: collector.entry() for key, collector in collectors.items()}
