@@ -18,6 +18,7 @@ from torch_pi2.base.progress import phase
 from torch_pi2.base.tensorfile import adding_checks
 from torch_pi2.base.units import percent
 from torch_pi2.checkpoint.save_load import load_dense
+from torch_pi2.decode.decoder import check_vocabulary
 from torch_pi2.errors import CalibrationError, ConfigError, UnsupportedModelError
 from torch_pi2.profiling.data import digest, opening_of
 from torch_pi2.store.folder import check_separate
@@ -260,12 +261,8 @@ def _check_model_takes(model: Any, *windows: torch.Tensor) -> None:
     if places and window > places:
         expected = f"at most {places}, the positions that the model has (max_position_embeddings)"
         argument(window, "sparsify(window=...)", "Pass a smaller window.").wrong(expected)
-    vocabulary = model.get_input_embeddings().num_embeddings
-    highest = max(int(part.max()) for part in windows)
-    if highest >= vocabulary:
-        argument(highest, "sparsify(tokenizer=...)", "Use the tokenizer of this model.").wrong(
-            f"one that gives tokens of 0 to {vocabulary - 1}, the model's vocabulary", f"the token {highest}"
-        )
+    highest = torch.stack([part.max() for part in windows]).max()
+    check_vocabulary(model, highest[None], "sparsify(tokenizer=...)")
 
 
 def _measure_before(
