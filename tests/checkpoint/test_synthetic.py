@@ -130,7 +130,7 @@ def test_predictor_finds_what_fires(folder: Path, dense: nn.Module) -> None:
             assert isinstance(predictor, LowRankRows)
             assert predictor.rank == 64
             cold = layer.order[layer.n_hot :].long()
-            said = predictor.active(x_TH)[:, cold]
+            said = (predictor.scores(x_TH) >= predictor.threshold)[:, cold]
             fires = (x_TH @ dense.get_parameter(layer.site.gate.weight).T > 0)[:, cold]
             recall = int((said & fires).sum()) / int(fires.sum())
             precision = int((said & fires).sum()) / int(said.sum())

@@ -121,9 +121,9 @@ def test_cold_neurons_only_are_fitted_and_measured() -> None:
     s, held = samples(2000, 1, w), samples(500, 2, w)
     p = calibrate(train_lowrank(s, rank=8, neurons=cold, steps=100), held, site, target_recall=0.9, neurons=cold)
     hot = torch.arange(1, I, 2)
-    assert bool(p.active(held.x_NH)[:, hot].all()), "what was not fitted is always active"
+    assert bool((p.scores(held.x_NH) >= p.threshold)[:, hot].all()), "what was not fitted is always active"
     assert bool((p.bias[hot] == ALWAYS).all())
-    mine = p.active(held.x_NH)[:, cold]
+    mine = (p.scores(held.x_NH) >= p.threshold)[:, cold]
     assert p.card.predicted_active == pytest.approx(mine.float().mean().item())
     assert p.card.recall == pytest.approx(0.9, abs=0.01)
 
@@ -144,7 +144,7 @@ def test_scores_are_the_operators() -> None:
     p = LowRank(a, torch.full((6,), 0.01), b, torch.full((I,), 0.01), torch.randn(I, generator=g), 0.3)
     x, some = torch.randn(2, 9, H, generator=g), torch.tensor([44, 0, 7, 8])
     got = torch.ops.pi2.predict_lowrank(x, p.a, p.a_scale, p.b[some], p.b_scale[some], p.bias[some], p.threshold)
-    want = p.active(x.view(-1, H))[:, some].view(2, 9, 4)
+    want = (p.scores(x.view(-1, H)) >= p.threshold)[:, some].view(2, 9, 4)
     assert float((got == want).float().mean()) > 0.98  # all but ties broken by the order of a sum
 
 
@@ -233,7 +233,7 @@ def test_int8_activations_are_measured_as_they_run() -> None:
         torch.ops.pi2.predict_lowrank_q(found.x_NH, a, b, bias, "int4", int8, predictor.threshold)
         for int8 in (True, False)
     ]
-    measured = predictor.active(found.x_NH)
+    measured = predictor.scores(found.x_NH) >= predictor.threshold
     assert float((measured != masks[0]).float().mean()) < 1e-4 < float((measured != masks[1]).float().mean())
 
 
@@ -405,7 +405,7 @@ def test_predictors_round_trip(tmp_path: Path, sparse_model: tuple) -> None:
     assert loaded.report == got.report
     x = torch.randn(9, 24)
     for key, p in got.items():
-        assert torch.equal(loaded[key].active(x), p.active(x))
+        assert torch.equal((loaded[key].scores(x) >= loaded[key].threshold), (p.scores(x) >= p.threshold))
         assert loaded[key].card == p.card
         assert loaded[key].threshold == p.threshold
     matrices = [t for n, t in load_file(path).items() if n.endswith((".a", ".b"))]

@@ -112,7 +112,11 @@ def test_mode_equals_reference_operator(method: str, act: str, options: dict, sh
     low = predictor(H, I)
     w = site.weights(ffn)
     rows = [r for r in (w.gate, w.up, w.down.T) if r is not None]
-    active = low.active(x.reshape(-1, H))[:, order][:, 5:].view(*shape[:-1], -1) if method == "lowrank" else None
+    active = (
+        (low.scores(x.reshape(-1, H)) >= low.threshold)[:, order][:, 5:].view(*shape[:-1], -1)
+        if method == "lowrank"
+        else None
+    )
     take = lambda b: None if b is None else b[order]  # noqa: E731
     want = sparse_ffn(
         x,

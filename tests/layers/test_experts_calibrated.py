@@ -303,7 +303,7 @@ def test_lowrank_predictors_of_experts_have_one_rank(
     assert isinstance(short, LowRankRows)
     longer, x_TH = short.padded(short.rank + 5), torch.randn(4, 64)
     assert longer.rank == short.rank + 5
-    assert torch.equal(longer.active(x_TH), short.active(x_TH))
+    assert torch.equal((longer.scores(x_TH) >= longer.threshold), (short.scores(x_TH) >= short.threshold))
 
 
 def test_experts_of_a_block_have_one_method(smooth: nn.Module, sites: list[FFNSite], stats: ActivationStats) -> None:

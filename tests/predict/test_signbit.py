@@ -12,6 +12,7 @@ import torch_pi2
 from torch_pi2.errors import ArtifactError, CalibrationError, ConfigError, StaleArtifactError
 from torch_pi2.fitting.train import calibrate, measure
 from torch_pi2.observe import counters
+from torch_pi2.ops.predictors import predict_signbit
 from torch_pi2.predict.file import FittedPredictors, load_predictors, save_predictors
 from torch_pi2.predict.signbit import SignBit, pack_signs
 from torch_pi2.profiling.samples import Samples
@@ -50,7 +51,8 @@ def test_scores_and_activity_agree() -> None:
     gate, samples = made_up()
     for margin in (0.0, 0.5, 1.0, 1.5):
         predictor = SignBit(pack_signs(gate), 100, margin)
-        assert torch.equal(predictor.active(samples.x_NH), predictor.scores(samples.x_NH) >= predictor.threshold)
+        found = predict_signbit(samples.x_NH, predictor.signs, 100, margin)
+        assert torch.equal(found, predictor.scores(samples.x_NH) >= predictor.threshold)
     agree = ((gate[None] < 0) == (samples.x_NH[:, None] < 0)).sum(-1)
     assert torch.equal(predictor.scores(samples.x_NH), agree.float())
 
@@ -61,7 +63,7 @@ def test_calibration_reaches_the_recall_and_not_much_more(recall: float) -> None
     neurons = torch.arange(10, 60)
     predictor = calibrate(SignBit.from_weights(gate), samples, _Site(), target_recall=recall, neurons=neurons)
     assert predictor.card.recall >= recall
-    active, fired = predictor.active(samples.x_NH)[:, neurons], samples.fired()[:, neurons]
+    active, fired = (predictor.scores(samples.x_NH) >= predictor.threshold)[:, neurons], samples.fired()[:, neurons]
     assert predictor.card.recall == pytest.approx(float((active & fired).sum() / fired.sum()))
     assert predictor.card.precision > float(fired.float().mean())  # better than chance
     stricter = SignBit(predictor.signs, 100, predictor.margin * 1.1)

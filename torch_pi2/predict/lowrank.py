@@ -66,10 +66,6 @@ class LowRank:
         z_Tr = torch.relu(x_TH.float() @ self.a.float().T * self.a_scale)
         return z_Tr @ self.b.float().T * self.b_scale + self.bias
 
-    def active(self, x_TH: torch.Tensor) -> torch.Tensor:
-        """``[T, I]`` bool."""
-        return self.scores(x_TH) >= self.threshold
-
     def tensors(self) -> dict[str, torch.Tensor]:
         """The stored tensors."""
         return {"a": self.a, "a_scale": self.a_scale, "b": self.b, "b_scale": self.b_scale, "bias": self.bias}

@@ -9,7 +9,6 @@ import torch
 from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.fields import Field
 from torch_pi2.errors import ArtifactError
-from torch_pi2.ops.predictors import predict_signbit
 from torch_pi2.predict.cold import Cold, layer_tensors
 from torch_pi2.types.method import Method, PredictorCard
 from torch_pi2.types.site import FFNSite
@@ -77,10 +76,6 @@ class SignBit:
         bits_IH = (self.signs[..., None] >> shifts & 1).flatten(-2)[:, : self.hidden].float()
         signs_IH, signs_TH = 1 - 2 * bits_IH, 1 - 2 * (x_TH < 0).float()
         return (signs_TH @ signs_IH.T + self.hidden) / 2
-
-    def active(self, x_TH: torch.Tensor) -> torch.Tensor:
-        """``[T, I]`` bool."""
-        return predict_signbit(x_TH, self.signs, self.hidden, self.margin)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The stored tensors: signs, H (bits past it are padding) and margin."""
