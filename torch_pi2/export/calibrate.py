@@ -9,6 +9,7 @@ from torch import nn
 
 from torch_pi2.base.modules import evaluating
 from torch_pi2.export.hot import hot_chunks
+from torch_pi2.fitting.loss import causal_lm_loss
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.of_model import called_modules
 from torch_pi2.layers.prompt import sparse_only
@@ -162,15 +163,6 @@ def _with_part(ffn: SparseFFN, part: nn.Module, count: int) -> Any:
 
 def _nats(model: nn.Module, batches: Sequence[Batch]) -> tuple[float, int]:
     """Mean negative log likelihood of all tokens but the first of each row, and their number."""
-    total, count = 0.0, 0
     with torch.no_grad(), evaluating(model), sparse_only():
-        for batch in batches:
-            found = batch.call(model)
-            logits_BTV, ids_BT, mask_BT = getattr(found, "logits", found), batch.input_ids, batch.mask_BT
-            assert ids_BT is not None
-            assert mask_BT is not None
-            scored_BT = mask_BT[:, 1:] & mask_BT[:, :-1]
-            logits_NV, ids_N = logits_BTV[:, :-1][scored_BT].float(), ids_BT[:, 1:][scored_BT]
-            total += float(nn.functional.cross_entropy(logits_NV, ids_N, reduction="sum"))
-            count += len(ids_N)
+        total, count = map(sum, zip(*(causal_lm_loss(model, batch) for batch in batches)))
     return total / count, count
