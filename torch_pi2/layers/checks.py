@@ -34,12 +34,6 @@ def check_ffn_input(site: FFNSite, training: bool, x: torch.Tensor, weights: tor
         raise GradientError(f"gradients through {site.key}", expected=expected, found=found, fix=fix)
 
 
-def needs_eval(site: FFNSite) -> ConfigError:
-    expected = "evaluation mode: in training mode the original drops neurons at random, and this would not"
-    fix = "Call model.eval(), or torch_pi2.restore(model) to have dropout."
-    return ConfigError(f"mode of {site.key}", expected=expected, found="training mode", fix=fix)
-
-
 def result_dtype(x: torch.Tensor) -> torch.dtype:
     """Dtype of a linear layer's result on ``x``: autocast's dtype where autocast is on, else that of ``x``."""
     kind = x.device.type

@@ -11,10 +11,10 @@ from torch import nn
 from torch_pi2.base.memory import new_tensor
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import FLOAT, PAIRS, neuron_shape
-from torch_pi2.layers.checks import check_ffn_input, check_method, needs_eval, result_dtype
+from torch_pi2.layers.checks import check_ffn_input, check_method, result_dtype
 from torch_pi2.layers.choices import by_prompt
 from torch_pi2.layers.gpu import HybridFFN, TransferBuffer, check_gpu_has_kernels, check_together, stays, stays_as_it_is
-from torch_pi2.layers.prompt import decoded_together, has_tiles, prompt_ffn, skips_predictor, takes_prompt_path
+from torch_pi2.layers.prompt import call_mode, has_tiles, prompt_ffn, skips_predictor, takes_prompt_path
 from torch_pi2.layers.rows import DenseForm, convert, make_quantized_rows, make_rows, permuted
 from torch_pi2.layers.sequence import FusedOutput, only_input
 from torch_pi2.ops import load
@@ -213,7 +213,9 @@ class SparseFFN(DenseForm):
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         self.check_input(x)
         if self.training and self.only_in_eval:
-            raise needs_eval(self.site)
+            expected = "evaluation mode: in training mode the original drops neurons at random, and this would not"
+            fix = "Call model.eval(), or torch_pi2.restore(model) to have dropout."
+            raise ConfigError(f"mode of {self.site.key}", expected=expected, found="training mode", fix=fix)
         if self.split is not None:
             y = self.split(self, x)
         elif self.custom is not None and self.custom.scope == "prompt":
@@ -221,7 +223,7 @@ class SparseFFN(DenseForm):
         elif takes_prompt_path(self, x):
             y = prompt_ffn(self, x)
         else:
-            n_hot = self.hot_for(decoded_together(x, self.site.hidden))
+            n_hot = self.hot_for(1 if call_mode.single_steps else x.numel() // self.site.hidden)
             if not self.has_predictor or n_hot == self.site.intermediate or skips_predictor(self, x):
                 y = self._compute(x, n_hot, self.threshold)
             else:

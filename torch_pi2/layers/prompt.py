@@ -82,11 +82,6 @@ def single_steps() -> AbstractContextManager[None]:
     return called_with(single_steps=True, sparse_only=True)
 
 
-def decoded_together(x: torch.Tensor, hidden: int) -> int:
-    """Upper bound of the number of sequences in ``x [..., hidden]``, for a decoding step."""
-    return 1 if call_mode.single_steps else x.numel() // hidden
-
-
 def takes_prompt_path(layer: "SparseFFN", x: torch.Tensor) -> bool:
     """Whether :func:`prompt_ffn` is the faster path for ``x [..., H]``."""
     if on_gpu(x):
