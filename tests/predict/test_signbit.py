@@ -78,14 +78,6 @@ def test_nothing_fires_nothing_is_predicted() -> None:
     assert predictor.card.predicted_active < 0.01
 
 
-def test_refusals() -> None:
-    gate, samples = made_up()
-    with pytest.raises(ConfigError, match="target_recall: expected more than 0"):
-        calibrate(SignBit.from_weights(gate), samples, _Site(), target_recall=0.0)
-    with pytest.raises(CalibrationError, match="held-back samples: expected at least one token"):
-        calibrate(SignBit.from_weights(gate), Samples(samples.x_NH[:0], samples.fired_bits[:0], 60), _Site())
-
-
 def test_file_roundtrip_and_damage(tmp_path: Path) -> None:
     gate, samples = made_up()
     predictor = calibrate(SignBit.from_weights(gate), samples, _Site())
@@ -99,11 +91,11 @@ def test_file_roundtrip_and_damage(tmp_path: Path) -> None:
         ArtifactError,
         match=r"sign-bit predictor: expected uint8 signs .*found signs uint8 \[60, 16\], hidden int64 \[1\]\.",
     ):
-        SignBit.from_tensors({"signs": tensors["signs"], "hidden": tensors["hidden"]}, None)
+        SignBit.read({"signs": tensors["signs"], "hidden": tensors["hidden"]}, None, 0.0, None)
     with pytest.raises(ArtifactError, match="The file is damaged"):
-        SignBit.from_tensors({**tensors, "signs": tensors["signs"][:, :8]}, None)
+        SignBit.read({**tensors, "signs": tensors["signs"][:, :8]}, None, 0.0, None)
     with pytest.raises(ArtifactError, match="expected a finite margin, 0 or more, found nan"):
-        SignBit.from_tensors({**tensors, "margin": torch.tensor([float("nan")]).double()}, None)
+        SignBit.read({**tensors, "margin": torch.tensor([float("nan")]).double()}, None, 0.0, None)
 
 
 @pytest.fixture(scope="module")

@@ -85,11 +85,6 @@ class SignBit:
     def fields(self) -> dict[str, Any]:
         return {}
 
-    @classmethod
-    def read(cls, tensors: Mapping, entry: Field, threshold: float, card: PredictorCard | None) -> "SignBit":
-        """:meth:`from_tensors`, where the threshold is."""
-        return cls.from_tensors(tensors, card)
-
     @staticmethod
     def of_cold(site: FFNSite, cold: torch.Tensor, tensors: Mapping | None, int8_activations: bool) -> Cold:
         """A layer's part of :meth:`tensors` for its ``cold`` neurons (int64); raises as ``layer_tensors``."""
@@ -99,8 +94,8 @@ class SignBit:
         return Cold("signbit", {"signs": found["signs"][cold].contiguous()}, cut=float(found["margin"]))
 
     @staticmethod
-    def from_tensors(tensors: Mapping[str, torch.Tensor], card: PredictorCard | None) -> "SignBit":
-        """Inverse of :meth:`tensors`. Raises ArtifactError if they do not fit together."""
+    def read(tensors: Mapping, entry: Field, threshold: float, card: PredictorCard | None) -> "SignBit":
+        """Inverse of :meth:`tensors`, where the threshold is. Raises ArtifactError if they do not fit together."""
         signs, hidden, margin = (tensors.get(name, torch.empty(0)) for name in SignBit.tensor_names)
         numbers = hidden.numel() == margin.numel() == 1 and not hidden.is_floating_point()
         if not numbers or signs.dtype != torch.uint8 or signs.shape[1:] != (sign_bytes(int(hidden)),):

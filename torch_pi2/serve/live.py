@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from torch_pi2.eval.work import Work
-from torch_pi2.layers.offloaded import Store
 from torch_pi2.observe import counters
 from torch_pi2.observe.live import Firing
 from torch_pi2.rewrite.state import ModelState, SparseState, store_of
@@ -103,9 +102,6 @@ class Live:
             self._idle = None
             await asyncio.to_thread(self._firing.stop)
 
-    def _store(self) -> Store | None:
-        return store_of(self._served.model)
-
     def _start(self) -> None:
         self._firing.start()
         self._before = self._reading()
@@ -114,11 +110,11 @@ class Live:
         served, firing, parts = self._served, self._firing, ModelState.of(self._served.model)
         weights = parts.weights if isinstance(parts, SparseState) else "float"
         about = {"model": served.name, "sparse": bool(firing.layers), "weights": weights, "layers": firing.layers}
-        about |= {"max_batch_size": served.batch.max_batch_size, "store": self._store() is not None}
+        about |= {"max_batch_size": served.batch.max_batch_size, "store": store_of(served.model) is not None}
         return about | {"together": self._together}
 
     def _reading(self) -> _Reading:
-        store = self._store()
+        store = store_of(self._served.model)
         stats = None if store is None else store.stats()
         return _Reading(time.perf_counter(), replace(self._served.batch.counts), counters.read(), stats)
 
