@@ -88,7 +88,7 @@ def test_it_tells_what_is_done(server: Server) -> None:
     assert any(body["prompt"] for body in figures)
     assert all(body["prompt"]["ms"] > 0 for body in figures if body["prompt"])
     steps = [body["step"] for body in figures if body["step"]]
-    assert sum(step["rounds"] for step in steps) == 60  # the last token of the prompt is a step's
+    assert 60 / 3 <= sum(step["rounds"] for step in steps) <= 60  # two drafts at most are accepted in each
     assert all(step["ms"] > 0 for step in steps)
     shares = [layer for body in figures for layer in body["layers"] if layer["tokens"]]
     assert shares

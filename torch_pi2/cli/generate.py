@@ -124,7 +124,7 @@ def render(result: dict[str, Any]) -> str:
         speed += f"; {result['store']['text']}"
     if result["trace"]:
         speed += f", while recording {result['trace']['events']} events into {result['trace']['path']}"
-    if result.get("drafts"):
+    if (result.get("drafts") or {}).get("drafted"):
         speed += f", {common.drafts_of(result['drafts'])}"
     if result.get("shown"):
         return f"\n[{speed}]"
