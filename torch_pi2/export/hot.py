@@ -126,16 +126,7 @@ def chunks_per_batch(
             return -(-planned.bucket(batch).accelerator[index] // CHUNK)
         if stats is None:
             return -(-ffn.n_hot // CHUNK)
-        return round(int((_frequency(stats, ffn.site.key, batch) >= hot_frequency).sum()) / CHUNK)
+        return round(int((stats[ffn.site.key].frequency(batch) >= hot_frequency).sum()) / CHUNK)
 
     most = [-(-ffn.site.intermediate // CHUNK) for ffn in layers]
     return {batch: [max(1, min(wanted(batch, i, ffn), most[i])) for i, ffn in enumerate(layers)] for batch in batches}
-
-
-def _frequency(stats: ActivationStats, key: str, batch: int) -> torch.Tensor:
-    """:meth:`LayerStats.frequency`; beyond the largest measured batch, tokens count as independent."""
-    layer = stats[key]
-    sizes = [s for s, n in zip(layer.batch_sizes, layer.batch_groups.tolist()) if n > 0]
-    if batch <= sizes[-1]:
-        return layer.frequency(batch)
-    return 1 - (1 - layer.frequency(sizes[-1])).pow(batch / sizes[-1])

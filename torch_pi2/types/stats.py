@@ -154,17 +154,16 @@ class LayerStats(LayerHead):
     def frequency(self, batch: int = 1) -> torch.Tensor:
         """``[I]`` float64: how often a neuron fires for at least one of ``batch`` tokens of different sequences.
 
-        Interpolated in log2(batch) between measured sizes. Raises ConfigError beyond the largest measured size.
+        Interpolated in log2(batch) between measured sizes; beyond the largest, groups of that many tokens count as
+        independent. Raises ConfigError: no tokens were measured.
         """
         sizes = [s for s, n in zip(self.batch_sizes, self.batch_groups.tolist()) if n > 0]
         if not sizes:
             argument(batch, f"firing frequency of {self.key}", "Profile more text.").wrong(
                 "statistics of some tokens", "none" if self.experts is None else "none: its router gave it no token"
             )
-        if batch < 1 or batch > sizes[-1]:
-            fix = "Profile with a larger batch_size."
-            expected = f"1 to {sizes[-1]} (what was profiled)"
-            argument(batch, f"batch size for the firing frequency of {self.key}", fix).wrong(expected)
+        if batch > sizes[-1]:
+            return 1 - (1 - self.frequency(sizes[-1])).pow(batch / sizes[-1])
         upper = next(s for s in sizes if s >= batch)
         lower = max(s for s in sizes if s <= batch)
         low, high = (
