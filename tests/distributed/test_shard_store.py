@@ -212,7 +212,7 @@ def test_layers_are_partitioned_by_their_weights() -> None:
     assert blocks(_row([64] * 64), 64) == [[i] for i in range(64)]
     assert blocks(_row([1024, 64, 64, 64]), 2) == [[0], [1, 2, 3]]
     experts = Plan([y for i in (0, 1) for y in _row([64] * 3, f"model.layers.{i}.mlp.experts.{{}}").layers], "ab")
-    assert [[*shard.plan(experts).by_key()] for shard in partition_layers(experts, 2)] == [
+    assert [[y.site.key for y in shard.plan(experts).layers] for shard in partition_layers(experts, 2)] == [
         [f"model.layers.{i}.mlp.experts.{j}" for j in range(3)] for i in range(2)
     ]
     # blocks without neurons are where the one before is, the first ones with the first

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from losses import nats_per_token
 from tiny_models import LAYERS, tiny
 from tiny_tokenizers import byte_tokenizer
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from torch_pi2.errors import CalibrationError, ConfigError, NonFiniteError
-from torch_pi2.eval.loss import bits_per_byte, nats_per_token
+from torch_pi2.eval.loss import bits_per_byte
 from torch_pi2.eval.timing import time_decode
 from torch_pi2.eval.work import Work, work
 

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from losses import nats_per_token
 from tiny_experts import SHAPE, SYNTHETIC
 from torch import nn
 
 import torch_pi2
 from torch_pi2.errors import ConfigError
 from torch_pi2.eval.harness import harness
-from torch_pi2.eval.loss import by_token, nats_per_token
+from torch_pi2.eval.loss import by_token
 from torch_pi2.graph.routed import Routed
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.of_model import called_modules

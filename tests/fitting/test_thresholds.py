@@ -168,8 +168,9 @@ def test_neurons_are_skipped_where_their_score_is_below_the_threshold(score: str
     model, dense = optimised(score=score, sparsity=0.5), tiny_models.tiny("llama")
     data = list(batches(own_text(), batch_size=8, seq_len=32))
     scales = score_scales(dense, data, [read_first(site, score) for site in find_sites(dense)], score)
+    plans = {plan.site.key: plan for plan in model.torch_pi2.plan.layers}
     for layer in sparse_layers(model):
-        plan = model.torch_pi2.plan.by_key()[layer.site.key]
+        plan = plans[layer.site.key]
         torch.testing.assert_close(
             plan.thresholds * scales[layer.site.key], torch.full((INTERMEDIATE,), plan.threshold)
         )

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from losses import nats_per_token
 from tiny_experts import build, logits, off
 from torch import nn
 
@@ -17,7 +18,6 @@ import torch_pi2
 from torch_pi2.api import _fit, _profile
 from torch_pi2.cli.inspect import describe, render
 from torch_pi2.errors import NonFiniteError, UnsupportedModelError
-from torch_pi2.eval.loss import nats_per_token
 from torch_pi2.eval.work import work
 from torch_pi2.fitting.fit import fit as fit_predictors
 from torch_pi2.fitting.fit import fit_layers

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from losses import nats_per_token
 from tiny_models import tiny, wider
 from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -18,7 +19,6 @@ from torch_pi2.base.fields import Field
 from torch_pi2.cli import main
 from torch_pi2.decode.decoder import Decoder
 from torch_pi2.errors import ArtifactError, ConfigError, DtypeError, Pi2Error, ShapeError
-from torch_pi2.eval.loss import nats_per_token
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.layers.prompt import sparse_only
 from torch_pi2.types import method as registry

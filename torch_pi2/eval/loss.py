@@ -63,8 +63,10 @@ def by_token(model: nn.Module, ids_T: torch.Tensor) -> torch.Tensor:
     return torch.cat(logits, 1)
 
 
-def _summed_nats(model: nn.Module, batches: Iterable[torch.Tensor], context: int = 1) -> tuple[float, int]:
-    """Sum of losses of the tokens of each row after the first ``context``, and their number."""
+def summed_nats(model: nn.Module, batches: Iterable[torch.Tensor], context: int = 1) -> tuple[float, int]:
+    """Sum of losses of the tokens of each row after the first ``context``, in rows without padding, and their number.
+    Raises NonFiniteError: it is NaN or infinite.
+    """
     total, count = 0.0, 0
     # sparse as in decoding, so that the loss shows skipped neurons
     with evaluating(model), sparse_only():
@@ -78,15 +80,6 @@ def _summed_nats(model: nn.Module, batches: Iterable[torch.Tensor], context: int
         fix = "Check the checkpoint, and whether its dtype can hold the activations (try float32)."
         raise NonFiniteError("loss", expected="a finite number", found=str(total), fix=fix)
     return total, count
-
-
-def nats_per_token(model: nn.Module, batches: Iterable[torch.Tensor]) -> float:
-    """Mean negative log likelihood, in nats, of every token but the first of each row of ``batches``, int64 ``[B, T]``
-    with ``T >= 2`` and without padding. ``model``: a Hugging Face causal model, or a module that maps ids ``[B, T]`` to
-    logits ``[B, T, V]``. Raises NonFiniteError: the loss is NaN or infinite.
-    """
-    total, count = _summed_nats(model, batches)
-    return total / count
 
 
 @dataclass(frozen=True)
@@ -181,7 +174,7 @@ def bits_per_byte(
     tokenizer = tokenizer_of(model, tokenizer, "bits_per_byte(text)")
     scored = _encode(tokenizer, text, max_tokens)
     batches = _windows(scored, window, batch_size)
-    total, count = _summed_nats(model, bar(batches, "evaluating", progress, unit="batch"), scored.context)
+    total, count = summed_nats(model, bar(batches, "evaluating", progress, unit="batch"), scored.context)
     nats = total / count
     bits, perplexity, size = total / math.log(2) / scored.text_bytes, math.exp(min(nats, 700.0)), scored.text_bytes
     return LossReport(nats_per_token=nats, bits_per_byte=bits, perplexity=perplexity, tokens=count, bytes=size)
@@ -195,7 +188,7 @@ def paired_loss(
     scored = _encode(tokenizer, text, max_tokens)
     for ids_1T in _windows(scored, 256, 1):
         for i, model in enumerate(models):
-            nats, count = _summed_nats(model, [ids_1T], scored.context)
+            nats, count = summed_nats(model, [ids_1T], scored.context)
             totals[i] += nats
         tokens += count
         if until():

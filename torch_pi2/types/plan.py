@@ -121,9 +121,6 @@ class Plan:
         """SHA-256 of :attr:`orders`, which identifies data in plan order."""
         return _orders_hash(self.orders)
 
-    def by_key(self) -> dict[str, LayerPlan]:
-        return {layer.site.key: layer for layer in self.layers}
-
     def check_model(self, model: nn.Module) -> None:
         """Raises StaleArtifactError: ``model`` has other FFN weights than the plan."""
         found = weights_hash(model, [layer.site for layer in self.layers])
