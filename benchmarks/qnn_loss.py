@@ -51,7 +51,8 @@ def measure(folder: Path, tokens: int, emulator: str | None, rows: int = 64) -> 
     from torch_pi2.eval.loss import bits_per_byte
     from torch_pi2.export import qnn
     from torch_pi2.export.calibrate import hot_on_npu, inputs_of, tokens_for_weights
-    from torch_pi2.export.hot import CHUNK, hot_chunks
+    from torch_pi2.export.hot import hot_chunks
+    from torch_pi2.export.manifest import CHUNK
     from torch_pi2.export.qnn.quantize import block_of, hot_part, quantize_part
     from torch_pi2.layers.of_model import sparse_layers
 

@@ -24,9 +24,6 @@ class DecodeTiming:
     total_ms: float
     rounds: tuple[float, ...]
 
-    def to_json(self) -> dict[str, float]:
-        return {"total_ms": self.total_ms}
-
 
 def _decode_round(model: nn.Module | Decoder, ids_BT: torch.Tensor, new_tokens: int) -> float:
     """Milliseconds per decoding step, without the prompt."""

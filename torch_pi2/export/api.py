@@ -18,8 +18,7 @@ from torch_pi2.export import qnn
 from torch_pi2.export.delegated import delegated_copy, exported_layers, linears_of, prepare_rest, registered
 from torch_pi2.export.describe import manifest_of, runner_constants
 from torch_pi2.export.executorch import check_executorch
-from torch_pi2.export.hot import CHUNK
-from torch_pi2.export.manifest import PROGRAM_FILE, STORE_FILE
+from torch_pi2.export.manifest import CHUNK, PROGRAM_FILE, STORE_FILE
 from torch_pi2.export.methods import Methods, Source, chunks_of, decoder_methods_of, module_methods
 from torch_pi2.export.program import named_failures, trace
 from torch_pi2.export.settings import ExportSettings, check_bundle_folder

@@ -17,7 +17,7 @@ from torch_pi2.errors import ArtifactError
 from torch_pi2.export import manifest
 from torch_pi2.export.decoder import prompt_sizes, sizes_of
 from torch_pi2.export.executorch import EXECUTORCH
-from torch_pi2.export.hot import CHUNK
+from torch_pi2.export.manifest import CHUNK
 from torch_pi2.export.methods import Methods, Source
 from torch_pi2.export.settings import ExportSettings
 from torch_pi2.export.store import StoreFacts, kind_of, kinds_of

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from torch_pi2.export.manifest import CHUNK
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.offloaded import OffloadedFFN
 from torch_pi2.layers.rows import row_of_each
@@ -17,9 +18,6 @@ from torch_pi2.ops.activations import ACTIVATIONS
 from torch_pi2.types.plan import HardwarePlan
 from torch_pi2.types.site import FFNSite
 from torch_pi2.types.stats import ActivationStats
-
-#: Neurons of a chunk: matrices of 512 x H keep a phone's NPU busy.
-CHUNK = 512
 
 
 class HotChunks(nn.Module):

@@ -26,8 +26,8 @@ STORE_FILE = "model.pi2"
 CONTEXT_METHOD = "get_max_context_len"
 KINDS = ("decoder", "module")
 METHOD_KINDS = ("forward", "prefill", "decode", "fork")
-#: Neurons of a hot chunk.
-CHUNK_NEURONS = 512
+#: Neurons of a hot chunk: matrices of 512 x H keep a phone's NPU busy.
+CHUNK = 512
 
 #: Fields with another path in the file than their name.
 _PLACES: dict[str, tuple[str, ...]] = {"class_name": ("class",)}
@@ -117,7 +117,7 @@ class Manifest:
     eos: tuple[int, ...] = ()
     bos: int | None = None
     lossy: tuple[str, ...] = ()
-    chunk_neurons: int = CHUNK_NEURONS
+    chunk_neurons: int = CHUNK
     #: Where it was read from, for messages.
     where: str = field(default=MANIFEST_FILE, compare=False)
 

@@ -17,8 +17,9 @@ from torch_pi2.errors import CalibrationError, ConfigError
 from torch_pi2.export import calibrate, qnn
 from torch_pi2.export.decoder import Lanes, Programs, check_traced, method_names, method_spec, prompt_sizes, sizes_of
 from torch_pi2.export.delegated import split_hot_cold
-from torch_pi2.export.hot import CHUNK, chunks_per_batch, hot_chunks
+from torch_pi2.export.hot import chunks_per_batch, hot_chunks
 from torch_pi2.export.hot_attention import AttentionCall, place_attention, with_parts
+from torch_pi2.export.manifest import CHUNK
 from torch_pi2.export.program import MethodSpec, trace
 from torch_pi2.export.qnn.settings import MOST_BYTES, REPORT_FILE, REPORT_FORMAT, REPORT_VERSION
 from torch_pi2.export.settings import ExportSettings

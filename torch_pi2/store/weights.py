@@ -244,11 +244,9 @@ class QuantizedWeights(TensorReader):
         modules = dict(model.named_modules(remove_duplicate=False))
         for name, columns in self.linears.items():
             linear = modules.get(name, nn.Identity())
-            wanted = f"linear layers of the model, {name} with {columns} inputs"
-            if not isinstance(linear, nn.Linear):
-                self._refuse(wanted, f"a {type(linear).__name__}")
-            if linear.in_features != columns:
-                self._refuse(wanted, str(linear.in_features))
+            if not isinstance(linear, nn.Linear) or linear.in_features != columns:
+                found = getattr(linear, "in_features", f"a {type(linear).__name__}")
+                self._refuse(f"linear layers of the model, {name} with {columns} inputs", str(found))
             if name in self.in_blocks and not fits(linear.out_features, columns):
                 self._refuse(f"{name} in row order, as its rows do not fit blocks", BLOCKS)
             rows = Spec((linear.out_features, row_bytes(self.format_of(name), columns)), torch.uint8)
