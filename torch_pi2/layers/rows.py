@@ -106,6 +106,7 @@ class SparseModule(nn.Module):
     _dtype: torch.dtype
     dense_value: Callable[[str], torch.Tensor]
     assign: Callable[[str, torch.Tensor], bool]
+    shape_of: Callable[[str], torch.Tensor]
 
     @property
     def dtype(self) -> torch.dtype:

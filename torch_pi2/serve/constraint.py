@@ -5,7 +5,7 @@ llguidance fails on some numbers and depths of schemas: :func:`as_object` refuse
 import json
 from collections import Counter
 from collections.abc import Callable, Collection
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,18 +28,10 @@ _VALUES = {"enum", "const"}
 _LEAST, _MOST = {"minimum", "exclusiveMinimum"}, {"maximum", "exclusiveMaximum"}
 
 
-class Constraint(Protocol):
-    def allowed(self, scores_V: torch.Tensor) -> torch.Tensor:
-        """``scores_V`` with -inf for forbidden tokens, and lower scores for penalised ones."""
-
-    def take(self, token: int) -> bool:
-        """Continue with ``token``; returns whether the answer is complete."""
-
-
 class Penalties:
     """OpenAI's frequency and presence penalties, on top of the constraint ``within``."""
 
-    def __init__(self, frequency: float, presence: float, within: Constraint | None) -> None:
+    def __init__(self, frequency: float, presence: float, within: "Constraint | None") -> None:
         self._frequency, self._presence, self._within = frequency, presence, within
         self._came = Counter[int]()
 
@@ -56,7 +48,9 @@ class Penalties:
 
 
 class Grammar:
-    """A grammar of llguidance. ``what``: the request's field, for messages."""
+    """A grammar of llguidance: forbidden tokens get the score -inf; :meth:`take` says whether the answer is complete.
+    ``what``: the request's field, for messages.
+    """
 
     def __init__(self, matcher: LLMatcher, what: str) -> None:
         self._matcher, self._what = matcher, what
@@ -79,6 +73,10 @@ class Grammar:
     def _check(self) -> None:
         if self._matcher.is_error():
             raise _refused(self._what, self._matcher.get_error())
+
+
+#: What changes the scores of tokens.
+Constraint = Penalties | Grammar
 
 
 class Grammars:
