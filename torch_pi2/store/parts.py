@@ -24,7 +24,7 @@ from torch_pi2.store.storefile import STORE_FILE, StoreReader, part_of
 from torch_pi2.types.method import PREDICTED, Method
 from torch_pi2.types.plan import Plan
 from torch_pi2.types.shard import Shard
-from torch_pi2.types.stats import STATS_FILE, ActivationStats, check_stats_artifact, parse_layers
+from torch_pi2.types.stats import STATS_FILE, ActivationStats, check_stats_artifact
 
 #: Part -> its main file, and the file with its tensors.
 _FILES = {"plan": ("plan.json", "plan.safetensors")}
@@ -98,15 +98,6 @@ class Parts(Closing):
             return ActivationStats.load(self._pi2, model_hash=wanted)
         with self._open("stats") as (where, meta, _):
             return ActivationStats.from_tensors(store.part("stats"), meta, where, model_hash=wanted)
-
-    def thresholds(self, model_hash: str | None = None) -> dict[str, float]:
-        """Thresholds of :meth:`stats` by key, without reading its tensors; empty without statistics. Raises as that."""
-        if not self.has("stats"):
-            return {}
-        with self._open("stats") as (where, meta, _):
-            check_stats_artifact(where, meta, self._wanted(model_hash))
-            rows = parse_layers(meta, where).items()
-        return {row.at("key").text(empty=True): row.at("threshold").number() for row in rows}
 
     def check_stats(self, model_hash: str) -> None:
         """Check the metadata of :meth:`stats` alone, which may be much less to read."""

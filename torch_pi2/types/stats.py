@@ -259,7 +259,7 @@ class ActivationStats:
     ) -> "ActivationStats":
         """Statistics from the tensors and metadata of the file ``where``. Raises as :meth:`load`."""
         check_stats_artifact(where, meta, model_hash)
-        found = parse_layers(meta, where)
+        found = Field(parse(meta.get("layers", ""), f"{where}, layers", fix=_FIX), f"{where}, layers", _FIX)
         layers = {layer.key: layer for layer in (_layer(row, tensors, where) for row in found.items())}
         if len(layers) < len(found.value):
             found.wrong("layers of different keys", "one twice")
@@ -271,11 +271,6 @@ def check_stats_artifact(where: Path | str, meta: Mapping[str, str], model_hash:
     """Check the metadata. Raises as :meth:`ActivationStats.load`."""
     newer = (v for v in (STATS_WITH_THRESHOLDS, STATS_UP_FIRST) if meta.get("version") == str(v))
     check_artifact(where, meta, STATS_FORMAT, next(newer, STATS_VERSION), model_hash)
-
-
-def parse_layers(meta: Mapping[str, str], where: Path | str) -> Field:
-    """The metadata field ``layers``. Raises ArtifactError: missing, or not JSON."""
-    return Field(parse(meta.get("layers", ""), f"{where}, layers", fix=_FIX), f"{where}, layers", _FIX)
 
 
 def _layer(row: Field, tensors: Mapping[str, torch.Tensor], where: Path | str) -> LayerStats:
