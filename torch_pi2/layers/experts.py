@@ -248,12 +248,10 @@ class SparseExperts(SparseModule):
         return value
 
     def assign(self, name: str, value: torch.Tensor) -> bool:
-        """See :meth:`SparseFFN.assign`."""
+        """See :meth:`~torch_pi2.layers.rows.DenseForm.assign`."""
         changed = False
         for expert, part in enumerate(self.experts()):
             changed |= part.assign(name, value[expert])
-        if changed and self.split is not None:
-            self.split.refresh(self)
         return changed
 
     def shape_of(self, name: str) -> torch.Tensor:

@@ -346,13 +346,6 @@ class SparseFFN(DenseForm):
         weights = self.weights + IN_BLOCKS * self.up_in_blocks
         return *form, n_hot, threshold, weights, self.int8_activations, self.thresholds
 
-    def assign(self, name: str, value: torch.Tensor) -> bool:
-        """See :meth:`DenseForm.assign`; also updates neurons on a GPU."""
-        changed = super().assign(name, value)
-        if changed and self.split is not None:
-            self.split.refresh(self)
-        return changed
-
     def split_off(self, n_gpu: int, link: TransferBuffer, neuron_rows: torch.Tensor | None = None) -> None:
         """Compute the first ``n_gpu`` neurons on the GPU of ``link``, which inputs and results are then on.
 

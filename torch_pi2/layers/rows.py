@@ -117,8 +117,12 @@ class SparseModule(nn.Module):
         return {name: self.dense_value(name) for name in dict.fromkeys(self.site.parameter_names)}
 
     def load_value(self, name: str, value: torch.Tensor) -> None:
-        """``assign``, with a warning if a lossy plan was made from other weights."""
-        if self.assign(name, value) and self.method in LOSSY:
+        """``assign``, also to neurons on a GPU, with a warning if a lossy plan was made from other weights."""
+        if not self.assign(name, value):
+            return
+        if self.split is not None:
+            self.split.refresh(self)
+        if self.method in LOSSY:
             what = f"{self.site.key} got other weights, but keeps a {self.method} plan made from the old ones"
             log_once(f"{what}: optimise the model again")
 
