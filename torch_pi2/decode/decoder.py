@@ -679,8 +679,9 @@ class Decoder:
 
     def passes_are_steps(self) -> bool:
         """Whether :meth:`verify` has the bits of steps, and reads all weights from memory."""
+        head = self.model.get_output_embeddings()  # type: ignore[operator]
         ours = not self.compiled and not self._kv.states and group_of(self.model) is None
-        ours = ours and store_of(self.model) is None and isinstance(self.model.get_output_embeddings(), QuantLinear)
+        ours = ours and store_of(self.model) is None and isinstance(head, QuantLinear)
         return ours and chunked_prefill.lossless_chunk_tokens(self.model) > 0
 
     def is_hooked(self) -> bool:
