@@ -182,7 +182,7 @@ class Knowing:
         self._text, self._share, self._vocabulary = text, share, vocabulary
         self._random = random.Random(seed)
 
-    def read(self, prompt_1T: torch.Tensor) -> None:
+    def begin(self, prompt: Sequence[int]) -> None:
         """The text is known already."""
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
@@ -291,7 +291,7 @@ class _Bench:
         decoder, text, ids_1T = self._decoders[kind], text_1T[0].tolist(), text_1T[:, : self._prompt]
         prompt = text[: self._prompt]
         source: Source = PromptLookup() if share is None else Knowing(text, share, self._vocabulary, self._seed)
-        source.read(ids_1T)
+        source.begin(prompt)
         logits_V = decoder.prompt(ids_1T)[0]
         if kind == SPECULATIVE:
             decoder.compile_passes(guesses + 1)

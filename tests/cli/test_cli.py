@@ -200,8 +200,11 @@ def test_guesses_from_the_prompt_change_no_text(command, made) -> None:
     assert guessed["drafts"]["passes"] <= len(guessed["sequences_by_step"])
     assert " drafted tokens accepted]" in command(*argv, "--prompt-lookup", "4").out
     eight = "argument --prompt-lookup: expected at most 7, found 8"
-    both = "expected prompt_lookup, or assistant_model with or without draft_tokens"
-    for option, message in ((["--prompt-lookup", "8"], eight), (["--draft-tokens", "3"], both)):
+    alone = "--draft-tokens: expected --draft-model beside it"
+    both = "--draft-model with --prompt-lookup: expected one of them"
+    several = "--prompt-lookup with --num-return-sequences: expected one of them"
+    wrong = [(["--prompt-lookup", "8"], eight), (["--draft-tokens", "3"], alone), (["--draft-model", "m"], both)]
+    for option, message in (*wrong, (["--num-return-sequences", "2"], several)):
         assert message in command(*argv, "--prompt-lookup", "4", *option, ok=False).err
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from tiny_models import VOCAB, tiny
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import torch_pi2
 from benchmarks.speculate import Knowing
@@ -27,7 +28,7 @@ from torch_pi2.decode.speculate import MOST_DRAFTED, Assistant, Pace, PromptLook
 from torch_pi2.errors import ConfigError, ShapeError
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import sparse_layers
-from torch_pi2.layers.prompt import single_steps
+from torch_pi2.layers.prompt import has_tiles, single_steps
 from torch_pi2.rewrite.state import store_of
 from torch_pi2.types.plan import Bucket, HardwarePlan, PromptPlan
 
@@ -209,7 +210,7 @@ def test_an_end_inside_of_guesses(monkeypatch: pytest.MonkeyPatch, model: nn.Mod
 
 def test_looking_up_what_was_there() -> None:
     lookup = PromptLookup()
-    lookup.read(torch.tensor([[5, 1, 2, 3, 9, 8, 2, 3]]))
+    lookup.begin([5, 1, 2, 3, 9, 8, 2, 3])
     assert lookup.propose([5, 1, 2, 3, 9, 8, 2, 3], 3) == [9, 8, 2]
     assert lookup.propose([5, 1, 2, 3, 9, 8, 2, 3, 7], 3) == []
     assert lookup.propose([5, 1, 2, 3, 9, 8, 2, 3, 7, 2, 3], 2) == [7, 2]  # the latest
@@ -277,6 +278,61 @@ def test_an_assistant_drafts_frequent_tokens(model: nn.Module, monkeypatch: pyte
     gc.collect()
     assert gone() is None  # the pool of a draft model keeps nothing alive
     assert made() is few
+
+
+def small_llama(**settings: Any) -> nn.Module:
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes | {"num_attention_heads": 4, "num_key_value_heads": 2} | settings)
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).eval()
+
+
+def test_tokens_that_an_assistant_does_not_have(monkeypatch: pytest.MonkeyPatch, model: nn.Module) -> None:
+    """Vocabularies are padded otherwise: the text is the same, and other tokens have drafts."""
+    monkeypatch.setattr(speculate_module, "Pace", Always)
+    how: dict[str, Any] = {"max_new_tokens": NEW, "eos_token_id": []}
+    wanted = generate(model, IDS, **how, prompt_lookup=0).sequences
+    few = small_llama(vocab_size=VOCAB - 4)
+    prompt = torch.cat((torch.tensor([[VOCAB - 1]]), IDS), 1)
+    for ids, want in ((IDS, wanted), (prompt, generate(model, prompt, **how, prompt_lookup=0).sequences)):
+        got = generate(model, ids, **how, assistant_model=few)
+        assert got.sequences == want
+        assert got.drafts is not None
+        assert got.drafts.drafted > 0
+
+
+@pytest.mark.usefixtures("always")
+def test_an_assistant_that_fails_ends_no_answer(model: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
+    broken = tiny("llama", seed=3)
+    with torch.no_grad():
+        broken.model.norm.weight.fill_(float("nan"))  # type: ignore[union-attr, operator]
+    how: dict[str, Any] = {"max_new_tokens": NEW, "eos_token_id": []}
+    got = generate(model, IDS, **how, assistant_model=broken)
+    assert got.sequences == generate(model, IDS, **how, prompt_lookup=0).sequences
+    assert got.drafts is not None
+    assert got.drafts.drafted == 0
+    assert caplog.text.count("the draft model failed, and drafts no more: logits: expected finite numbers") == 1
+
+
+def test_defaults_leave_alone_what_sees_several_tokens(model: nn.Module) -> None:
+    """Hooks, and rotary frequencies of the longest position; the latter end explicit drafts, too."""
+    hooked = ours("llama", int8=True)
+    decoder = Decoder(hooked, max_tokens=64, logits=True)
+    assert decoder.passes_are_steps() == has_tiles()
+    handle = hooked.get_submodule("model.layers.0").register_forward_hook(lambda _m, _x, y: y)
+    assert not decoder.passes_are_steps()
+    handle.remove()
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    long = small_llama(max_position_embeddings=16, rope_parameters=rope)
+    got = generate(long, IDS, max_new_tokens=20, eos_token_id=[], assistant_model=long)
+    assert got.sequences == generate(long, IDS, max_new_tokens=20, eos_token_id=[]).sequences
+    decoder = Decoder(long, max_tokens=64, logits=True)
+    decoder.prompt(IDS)
+    assert decoder.room_to_verify == min(VERIFIED, 16 - IDS.shape[1])
+    for token in FED[0]:
+        decoder.step(token[None, None])
+    decoder.step(FED[:, :1])
+    assert decoder.room_to_verify == 16 - IDS.shape[1] - VERIFIED - 1
 
 
 def test_an_assistant_that_rested_reads_what_was_said_meanwhile(

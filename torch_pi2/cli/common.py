@@ -192,7 +192,7 @@ def add_drafting(parser: argparse.ArgumentParser) -> None:
     model = f"a smaller model of the same vocabulary, which drafts next tokens: {RUNNABLE}"
     group.add_argument("--draft-model", metavar="MODEL", help=model)
     most = f"tokens drafted at a time, 1 to {MOST_DRAFTED} (default: 4)"
-    group.add_argument("--draft-tokens", type=drafted, metavar="K", help=most)
+    group.add_argument("--draft-tokens", type=_integer("count", 1, MOST_DRAFTED), metavar="K", help=most)
     lookup = f"draft up to K tokens (1 to {MOST_DRAFTED}) from what followed the last ones earlier; 0: none"
     lookup += " (default: 2, with int8 activations and all weights in memory)"
     group.add_argument("--prompt-lookup", type=drafted, metavar="K", help=lookup)

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from torch_pi2.cli import common
 from torch_pi2.errors import ArtifactError
 from torch_pi2.export.manifest import MANIFEST_FILE
 from torch_pi2.store.folder import quantised_by, read_config
@@ -72,7 +73,11 @@ def check(args: argparse.Namespace, alone: bool = False) -> None:
     paths = [_imported(path, args, alone) for path in (given if isinstance(given, list) else [given])]
     args.given = given
     setattr(args, argument, paths if isinstance(given, list) else paths[0])
+    if getattr(args, "draft_tokens", None) is not None and draft is None:
+        raise common.needs("--draft-tokens", "--draft-model")
     if draft is not None:
+        if args.prompt_lookup:
+            raise common.excludes("--draft-model", "--prompt-lookup", "a token is drafted in one way")
         args.draft_model = _imported(draft, args, alone, packed=False)
         paths.append(args.draft_model)
     for path in paths:

@@ -51,6 +51,9 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     from torch_pi2.rewrite.state import ModelState
 
     sampling = common.sampling_of(args)
+    if args.num_return_sequences > 1 and (args.prompt_lookup or args.draft_model):
+        option = "--draft-model" if args.draft_model else "--prompt-lookup"
+        raise common.excludes(option, "--num-return-sequences", "several sequences are decoded step by step")
     if args.num_return_sequences > 1 and sampling is None:
         alike = "sequences that would all be the most likely one"
         raise common.needs("--num-return-sequences", "a --temperature above 0", alike)

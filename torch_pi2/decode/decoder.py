@@ -533,7 +533,8 @@ class Decoder:
         feed-forward layers are ours (``weights="int4"`` or ``"int8"``) and so is attention, which it is in place of
         transformers' ``sdpa`` without soft caps and the like (:mod:`torch_pi2.decode.attention`). PyTorch's float
         products and attention of several tokens have other last bits than those of one. Each number of tokens compiles
-        to a separate graph; that Inductor rounds alike in all of them is tested, but it does not promise so.
+        to a separate graph; that Inductor rounds alike in all of them is tested, but it does not promise so. Rotary
+        frequencies that depend on the length (:attr:`room_to_verify`) are those of the last token.
         """
         self.check_parts("verify")
         self._check_read("verify")
@@ -677,10 +678,15 @@ class Decoder:
             fix = "Decode without drafts (prompt_lookup, assistant_model), and read prompts whole."
             raise UnsupportedModelError(what, expected=expected, found=found, fix=fix)
 
+    @property
+    def room_to_verify(self) -> int:
+        """Tokens that :meth:`verify` may feed: beyond them rotary frequencies depend on how many there are."""
+        return min(VERIFIED, self.max_tokens - self.length, self._same_frequencies - self.length)
+
     def passes_are_steps(self) -> bool:
         """Whether :meth:`verify` has the bits of steps, and reads all weights from memory."""
         head = self.model.get_output_embeddings()  # type: ignore[operator]
-        ours = not self.compiled and not self._kv.states and group_of(self.model) is None
+        ours = not (self.compiled or self._kv.states or self.is_hooked()) and group_of(self.model) is None
         ours = ours and store_of(self.model) is None and isinstance(head, QuantLinear)
         return ours and chunked_prefill.lossless_chunk_tokens(self.model) > 0
 

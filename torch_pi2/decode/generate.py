@@ -39,7 +39,7 @@ class Generated:
     Attributes:
         sequences: new tokens of each sequence, with its end token.
         batches: number of sequences in each step. step_ms: milliseconds of each step.
-        prompt_ms: prefill time in milliseconds, an assistant's included.
+        prompt_ms: prefill time in milliseconds (an assistant reads the prompt in the step of its first drafts).
         drafts: statistics of speculative decoding, if it was used.
         prompt, tokenizer, ends: for :attr:`text`; the tokenizer is None if the prompt was given as ids.
     """
@@ -185,7 +185,7 @@ def _speculated(
 
     started = time.perf_counter()
     logits_V, prompt = decoder.prompt(ids_1T)[0].cpu(), ids_1T[0].tolist()
-    drafts.source.read(ids_1T)
+    drafts.source.begin(prompt)
     prompt_ms, step_ms = (time.perf_counter() - started) * 1e3, list[float]()
     if drafts.most < sequence.left - 1:  # else the answer is too short for a pass
         decoder.compile_passes(drafts.most + 1)

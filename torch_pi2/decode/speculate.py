@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from torch_pi2.base.fields import argument
+from torch_pi2.base.progress import log
 from torch_pi2.decode.chunked_prefill import most_positions
 from torch_pi2.decode.decoder import VERIFIED, Decoder
 from torch_pi2.decode.hf_generate import attach, decoder_for, pool_of
@@ -57,8 +58,8 @@ class Source(Protocol):
     @property
     def took_longer(self) -> bool: ...
 
-    def read(self, prompt_1T: torch.Tensor) -> None:
-        """Read the prompt, int64 ``[1, T]``, before the first draft (drafting is timed)."""
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Another sequence begins, with ``prompt``."""
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
         """``count`` tokens after ``tokens`` (prompt and answer, which only grow between calls), or none."""
@@ -76,9 +77,9 @@ class PromptLookup:
         self._positions: dict[tuple[int, ...], int] = {}  # tokens -> the position after their last occurrence
         self._indexed = 0  # tokens that have been indexed
 
-    def read(self, prompt_1T: torch.Tensor) -> None:
+    def begin(self, prompt: Sequence[int]) -> None:
         self._positions, self._indexed = {}, 0
-        self._index(prompt_1T[0].tolist())
+        self._index(prompt)
 
     def _index(self, tokens: Sequence[int]) -> None:
         for end in range(self._indexed + 1, len(tokens)):  # without the last token, which nothing follows
@@ -101,95 +102,103 @@ class PromptLookup:
 
 class Assistant:
     """Drafts with a smaller causal language model of the same vocabulary, up to its ``max_position_embeddings``, for
-    the model ``of``. Raises ConfigError: another vocabulary, no head or weights. UnsupportedModelError: no Decoder.
+    the model ``of``. It reads a prompt when it is first asked for drafts. Raises ConfigError: another vocabulary, no
+    head or weights. UnsupportedModelError: no Decoder.
     """
 
     def __init__(self, model: nn.Module, of: nn.Module, max_tokens: int, compiled: bool) -> None:
         vocab, found = _vocabulary(of), _vocabulary(model)
-        alike = None not in (vocab, found) and abs(vocab - found) <= _PADDING  # type: ignore[operator]
+        alike = vocab is not None and found is not None and abs(vocab - found) <= _PADDING
         if not alike or any(parameter.is_meta for parameter in model.parameters()):
-            expected = f"a causal language model with the vocabulary of the one that it helps, {vocab} tokens"
-            has = "one without weights (on meta)" if alike else f"a vocabulary of {found}"
+            expected = f"a causal language model with the vocabulary of {type(of).__name__}, {vocab} tokens"
+            has = "one without weights (on meta)" if alike else f"{type(model).__name__} with {found} tokens"
             has = f"a {type(model).__name__}, which says nothing about next tokens" if found is None else has
             fix = "Pass a smaller model of the same family, or use prompt_lookup, which takes none."
             raise ConfigError("assistant_model", expected=expected, found=has, fix=fix)
-        places = getattr(model.config, "max_position_embeddings", None)
+        places = getattr(getattr(model, "config", None), "max_position_embeddings", None)
         self._most = min(max_tokens, max_tokens if places is None else places, most_positions(model))
-        self._vocabulary: int = min(vocab, found)  # type: ignore[type-var, assignment]
+        self._vocabularies: tuple[int, int] = vocab, found  # type: ignore[assignment]
         self._compiled, self._models = compiled, (model, _of_frequent_tokens(model))
         self._decoder = self._new_decoder(frequent=True)
         self._decoder.check_parts("assistant_model")
 
     def _new_decoder(self, frequent: bool) -> Decoder:
-        self._read, self._frequent = list[int](), frequent  # tokens in its KV cache
+        self._read, self._frequent, self.took_longer = list[int](), frequent, False  # tokens in its KV cache
         model = self._models[frequent]
         pool = None if self._compiled else pool_of(model)
         return decoder_for(model, self._most, 1, self._compiled) if pool is None else pool.acquire(model, self._most, 1)
-
-    @property
-    def took_longer(self) -> bool:
-        return self._decoder.took_longer
 
     def release(self) -> None:
         """The next assistant with this model may have the decoder, with its recorded steps."""
         if not self._compiled and (pool := pool_of(self._decoder.model)) is not None:
             pool.release(self._decoder)
 
-    def read(self, prompt_1T: torch.Tensor) -> None:
-        tokens = prompt_1T[0].tolist()
-        rare = len({token for token in tokens if token >= _FREQUENT})
-        frequent = rare <= _TEMPLATE + len(tokens) / _RARE
+    def begin(self, prompt: Sequence[int]) -> None:
+        rare = len({token for token in prompt if token >= _FREQUENT})
+        frequent = rare <= _TEMPLATE + len(prompt) / _RARE
         if frequent != self._frequent and self._models[0] is not self._models[1]:
             self.release()
             self._decoder = self._new_decoder(frequent)
-        if len(tokens) < self._most:
-            self._after(tokens)
+        if len(prompt) >= self._most:
+            found = f"a prompt of {len(prompt)} tokens is not drafted for"
+            log.warning("the draft model %s has %d positions: %s", type(self._models[0]).__name__, self._most, found)
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
         """The greedy continuation; none if there is no room for it."""
-        if len(tokens) + count > self._most or max(tokens) >= self._vocabulary:
+        if len(tokens) + count > self._most:
             return []
         self._decoder.took_longer = False
         guessed, logits_V = list[int](), self._after(tokens)
-        while (token := pick(logits_V, None)) < self._vocabulary:
+        while (token := pick(logits_V, None)) < self._vocabularies[0]:
             guessed.append(token)
             if len(guessed) == count:
                 break
             logits_V = self._fed([token])
-            self._read.append(token)
+        self.took_longer |= self._decoder.took_longer
         return guessed
 
     def _after(self, tokens: Sequence[int]) -> torch.Tensor:
         """Logits after ``tokens``, of which those that are not in the KV cache are read."""
-        known = min(len(self._read), len(tokens) - 1)
-        known = next((i for i in range(known) if tokens[i] != self._read[i]), known)
-        read, self._read = len(self._read), []
-        if not known or len(tokens) - known > VERIFIED:
-            ids_1T = torch.tensor([list(tokens)], dtype=torch.int64, device="cpu")
-            logits_V = self._decoder.prompt(ids_1T, known=known)[0]
-        else:
-            self._decoder.rollback(read - known)
-            piece = 1 if self._decoder.compiled else 2  # each length is recorded, or compiled
-            for start in range(known, len(tokens), piece):
-                logits_V = self._fed(tokens[start : start + piece])
-        self._read = list(tokens)
+        cached = self._decoder.length if self._read else 0  # one more than was noted, if that was interrupted
+        known = min(len(self._read), cached, len(tokens) - 1)
+        if self._read[:known] != tokens[:known]:
+            known = next(i for i in range(known) if tokens[i] != self._read[i])
+        new, self._read = tokens[known:], list(tokens[:known])
+        self.took_longer = not known or len(new) > VERIFIED
+        if self.took_longer:
+            whole, self._read = [*self._read, *new], []
+            logits_V = self._decoder.prompt(self._ids(whole), known=known)[0]
+            self._read = whole
+            return logits_V
+        self._decoder.rollback(cached - known)
+        piece = 1 if self._decoder.compiled else 2  # each length is recorded, or compiled
+        for start in range(0, len(new), piece):
+            logits_V = self._fed(new[start : start + piece])
         return logits_V
 
+    def _ids(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Tokens that only the other model has are another one here."""
+        known = [token if token < self._vocabularies[1] else 0 for token in tokens]
+        return torch.tensor([known], dtype=torch.int64, device="cpu")
+
     def _fed(self, tokens: Sequence[int]) -> torch.Tensor:
-        ids_1T = torch.tensor([list(tokens)], dtype=torch.int64, device="cpu")
-        return (self._decoder.step if len(tokens) == 1 else self._decoder.verify)(ids_1T)[-1]
+        ids_1T = self._ids(tokens)
+        logits_V = (self._decoder.step if len(tokens) == 1 else self._decoder.verify)(ids_1T)[-1]
+        self._read += tokens
+        return logits_V
 
 
 def _of_frequent_tokens(model: Any) -> Any:
     """``model`` with the first ``_FREQUENT`` rows of its head, on the same memory; itself if it has no more."""
     head = model.get_output_embeddings()
     name = next((name for name, child in model.named_children() if child is head), None)
-    if name is None or not isinstance(head, QuantLinear) or head.out_features <= _FREQUENT:
+    if name is None or not isinstance(head, QuantLinear) or head.out_features <= _FREQUENT or head._forward_hooks:
         return model
     known = _frequent.get(model)
-    if known is not None:
-        rows, dtype = (getattr(known.get_output_embeddings(), name) for name in ("rows", "dtype"))
-        if rows.data_ptr() == head.rows.data_ptr() and dtype == head.dtype:
+    if known is not None and known._modules.keys() == model._modules.keys():
+        rows, dtype = (getattr(known._modules[name], part) for part in ("rows", "dtype"))
+        same = all(known._modules[other] is child for other, child in model._modules.items() if other != name)
+        if same and rows.data_ptr() == head.rows.data_ptr() and dtype == head.dtype:
             return known
     bias = None if head.bias is None else head.bias[:_FREQUENT]
     how = (head.in_features, head.weights, head.int8_activations, "the head of the draft model")
@@ -317,7 +326,7 @@ class Speculator:
     """
 
     def __init__(self, source: Source, pace: Pace) -> None:
-        self.source, self.pace = source, pace
+        self.source, self.pace, self._failed = source, pace, False
         self._drafted = self._accepted = self._passes = 0
 
     @property
@@ -329,6 +338,14 @@ class Speculator:
     def drafts(self) -> Drafts:
         """Since the beginning."""
         return Drafts(self._drafted, self._accepted, self._passes, self.pace.off)
+
+    def _proposed(self, tokens: Sequence[int], count: int) -> list[int]:
+        try:
+            return self.source.propose(tokens, count)
+        except Exception as error:  # the answer needs no drafts
+            self._failed = True
+            log.warning("the draft model failed, and drafts no more: %s", error)
+            return []
 
     def forward(
         self,
@@ -342,8 +359,9 @@ class Speculator:
         """
         started, tokens, decoder.took_longer = time.perf_counter(), [*prompt, *sequence.tokens], False
         # times and drafts differ from process to process, if several compute the model
-        (count,) = decoder.agreed([self.pace.count(sequence.left - 1)])
-        guesses = self.source.propose(tokens, count) if count else []
+        room = min(sequence.left, decoder.room_to_verify) - 1
+        (count,) = decoder.agreed([self.pace.count(room) if room > 0 else 0])
+        guesses = self._proposed(tokens, count) if count and not self._failed else []
         guesses = decoder.agreed(guesses) if guesses else []
         ids_1T = torch.tensor([[tokens[-1], *guesses]], dtype=torch.int64, device="cpu")
         logits_TV = (decoder.verify(ids_1T) if guesses else decoder.step(ids_1T)).cpu()  # waits for a GPU

@@ -334,10 +334,8 @@ class Batch:
     def _speculate(self, drafts: Speculator, sequence: Sequence) -> None:
         """Continue the only sequence by one token or more."""
         if self._drafted_for is not sequence:
-            started = time.perf_counter()
-            drafts.source.read(torch.tensor([sequence.prompt], dtype=torch.int64))
+            drafts.source.begin(sequence.prompt)
             self._drafted_for = sequence
-            self.counts.prompt_seconds += time.perf_counter() - started
         take = partial(self._take, sequence)
         self.counts.step_seconds += drafts.forward(self._decoder, sequence.prompt, sequence._growing, take) / 1e3
 

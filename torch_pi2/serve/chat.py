@@ -130,10 +130,9 @@ class ChatSession:
         text = TextStream(self._tokenizer, hidden=hidden_tokens(self._tokenizer, self._ends))
         self._seed += 1
         started = time.perf_counter()
-        ids_1T = torch.tensor([ids])
-        logits_1V = self._decoder.prompt(ids_1T, known=known).cpu()
+        logits_1V = self._decoder.prompt(torch.tensor([ids]), known=known).cpu()
         if self._drafts is not None:
-            self._drafts.source.read(ids_1T)
+            self._drafts.source.begin(ids)
         stats.prompt_seconds = time.perf_counter() - started
 
         def take(logits_V: torch.Tensor) -> None:
