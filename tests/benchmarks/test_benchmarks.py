@@ -54,7 +54,7 @@ LONG = {
 REAL = {
     "real": "--models gemma-3-270m --tokens 2 --rounds 1 --loss 40 --window 30",
     "kv": "--models gemma-3-270m --loss 40 --context 30 --rounds 1",
-    "drafts": "--model gemma-3-270m --draft-model gemma-3-270m --prompts 1 --tokens 8 --rounds 1",
+    "drafts": "--model gemma-3-270m --draft-model gemma-3-270m --texts humaneval --prompts 1 --tokens 8 --rounds 1",
     "humaneval": "--model gemma-3-270m --tasks 2 --tokens 3",
 }
 
