@@ -41,8 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default=MODELS[-1], metavar="NAME|PATH", help=f"{', '.join(MODELS)}, or a file or folder")
     add("--draft-model", default=MODELS[1], metavar="NAME|PATH", help=f"which drafts (default: {MODELS[1]})")
-    add("--draft-tokens", type=list_of(common.count), default=[4], metavar="K,...", help="of the draft model; 0: none")
-    add("--prompt-lookup", type=list_of(common.count), default=[4], metavar="K,...", help="looked up; 0: none")
+    add("--draft-tokens", type=list_of(common.count), default=[3], metavar="K,...", help="of the draft model; 0: none")
+    add("--prompt-lookup", type=list_of(common.count), default=[2], metavar="K,...", help="looked up; 0: none")
     add("--texts", type=names_of(KINDS), default=list(KINDS), metavar="NAME,...", help=", ".join(KINDS))
     add("--prompts", type=common.positive, default=8, metavar="N", help="of each kind, 8 at most of the chat")
     add("--tokens", type=common.positive, default=192, metavar="N", help="most tokens of an answer")

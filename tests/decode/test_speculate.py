@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from drafting import Always, always_draft
 from tiny_models import VOCAB, tiny
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -53,22 +54,9 @@ def model() -> nn.Module:
     return ours("llama")
 
 
-class Always(Pace):
-    """Guesses whatever it takes: as many as there is room for."""
-
-    off = False
-
-    def count(self, most: int) -> int:
-        return max((n for n in self.counts if n <= most), default=0)
-
-    def passed(self, ms: float, guesses: int, right: int) -> None:
-        assert ms > 0
-        assert 0 <= right <= guesses
-
-
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculate_module, "Pace", Always)
+    always_draft(monkeypatch)
 
 
 def guessed(monkeypatch: pytest.MonkeyPatch, model: nn.Module, share: float, **settings: Any) -> tuple[Any, Any]:
@@ -176,7 +164,7 @@ def test_text_is_that_of_steps(monkeypatch: pytest.MonkeyPatch, model: nn.Module
     assert got.drafts.passes <= got.steps == len(got.step_ms)
     if share == 1:
         assert got.drafts.accepted == got.drafts.drafted
-        assert got.steps == 5  # three passes with five drafts, one with three, and a step
+        assert got.steps == 8  # three passes with five drafts, and steps where there is no room for so many
     if share == 0:
         assert got.drafts.accepted == 0
 
@@ -493,6 +481,7 @@ def test_assistants_that_are_none(model: nn.Module) -> None:
             generate(model, IDS, assistant_model=other)
 
 
+@pytest.mark.usefixtures("always")
 def test_an_assistant_guesses_as_far_as_it_has_positions(model: nn.Module) -> None:
     short = tiny("opt")
     short.config.max_position_embeddings = 16  # as if its table ended there
@@ -501,7 +490,7 @@ def test_an_assistant_guesses_as_far_as_it_has_positions(model: nn.Module) -> No
     got = generate(model, IDS, **how, assistant_model=short, draft_tokens=3)
     assert got.sequences == want
     assert got.drafts is not None
-    assert 0 < got.drafts.drafted <= 16 - IDS.shape[1]
+    assert 0 < got.drafts.passes <= 16 - IDS.shape[1] - 3
     long = generate(model, IDS.repeat(1, 3), **how, assistant_model=short)  # not even the prompt
     assert long.drafts is not None
     assert (long.drafts.drafted, long.sequences) == (0, generate(model, IDS.repeat(1, 3), **how).sequences)

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from drafting import always_draft
 from runner_http import until
 from serving import greedy_alone, quantised
 from tiny_models import overflowing, tiny
 
 import torch_pi2
-from torch_pi2.decode import speculate
 from torch_pi2.decode.sequence import Sampling
-from torch_pi2.decode.speculate import Pace
 from torch_pi2.errors import ConfigError, NonFiniteError, ShapeError
 from torch_pi2.layers.prompt import has_tiles
 from torch_pi2.serve.batch import Batch, EndEvent, Sequence, TokenEvent
@@ -99,16 +98,7 @@ def test_a_prompt_that_comes_to_nothing(model: Any, monkeypatch: pytest.MonkeyPa
 def test_drafts_change_no_answer(model: Any, monkeypatch: pytest.MonkeyPatch, sampling: Sampling | None) -> None:
     """One sequence has drafts while it is alone; a constraint that fails, a bias and log probabilities are its own."""
 
-    class Always(Pace):
-        off = False
-
-        def count(self, most: int) -> int:
-            return max((n for n in self.counts if n <= most), default=0)
-
-        def passed(self, ms: float, guesses: int, right: int) -> None:
-            """It drafts whatever that takes."""
-
-    monkeypatch.setattr(speculate, "Pace", Always)
+    always_draft(monkeypatch)
     chance = random.Random(1)
     prompts = [[chance.randrange(3, 90) for _ in range(tokens)] for tokens in (1, 20, 60, 9)]
     answers = list[Any]()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from drafting import always_draft
 from tiny_models import overflowing
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -59,7 +60,10 @@ def test_answers_are_those_to_all_that_was_said(model: nn.Module, tokenizer: Any
 
 
 @pytest.mark.parametrize("sampling", [None, Sampling(0.3)])
-def test_drafts_change_no_answer(model: nn.Module, tokenizer: Any, sampling: Sampling | None) -> None:
+def test_drafts_change_no_answer(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module, tokenizer: Any, sampling: Sampling | None
+) -> None:
+    always_draft(monkeypatch)
     how: dict[str, Any] = {"max_tokens": 600, "limit": 40, "sampling": sampling}
     ways: list[dict[str, Any]] = [{"prompt_lookup": 3}, {"assistant_model": model, "draft_tokens": 2}]
     plain, *drafted = [ChatSession(model, tokenizer, **how, **way) for way in ({"prompt_lookup": 0}, {}, *ways)]

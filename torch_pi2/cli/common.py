@@ -191,7 +191,7 @@ def add_drafting(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("speculative decoding (the same text; docs/SPECULATION.md)")
     model = f"a smaller model of the same vocabulary, which drafts next tokens: {RUNNABLE}"
     group.add_argument("--draft-model", metavar="MODEL", help=model)
-    most = f"tokens drafted at a time, 1 to {MOST_DRAFTED} (default: 4)"
+    most = f"tokens drafted at a time, 1 to {MOST_DRAFTED} (default: 3)"
     group.add_argument("--draft-tokens", type=_integer("count", 1, MOST_DRAFTED), metavar="K", help=most)
     lookup = f"draft up to K tokens (1 to {MOST_DRAFTED}) from what followed the last ones earlier; 0: none"
     lookup += " (default: 2, with int8 activations and all weights in memory)"

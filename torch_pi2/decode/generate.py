@@ -127,7 +127,7 @@ def generate(
             none. Default: 2 for one sequence without an assistant, where weights are in memory and passes have the
             bits of steps (int8 activations, all linear layers ours, not compiled).
         assistant_model: a smaller causal language model of the same vocabulary, which drafts ``draft_tokens``, 1 to 7
-            (default: 4), among the first 49,152 ids unless the prompt has many others. It has a separate KV cache.
+            (default: 3), among the first 49,152 ids unless the prompt has many others. It has a separate KV cache.
         kv: ``int8`` or ``int4``: format of keys and values, see :class:`torch_pi2.Decoder` (lossy; with ``decoder``,
             that has its own).
 

@@ -29,13 +29,15 @@ from torch_pi2.layers.linear import QuantLinear
 #: Maximum tokens drafted at a time: they are verified together with the one before them.
 MOST_DRAFTED = VERIFIED - 1
 #: Default numbers of tokens that a model drafts and that are looked up: a pass with two more takes as long as a step.
-_DRAFTED, _LOOKED_UP = 4, 2
+_DRAFTED, _LOOKED_UP = 3, 2
 #: An assistant drafts among the first ids of a larger vocabulary alone, since a head of 150,000 words is a third of
 #: what a small model reads: tokenizers number frequent tokens first (FR-Spec, arXiv 2502.14856, counts them). A prompt
 #: with more other tokens than a chat template's and one in ``_RARE`` gets the whole head.
 _FREQUENT, _RARE, _TEMPLATE = 49152, 20, 3
 #: Sizes of vocabularies that may differ within a family, as padding does (llama.cpp has the same limit).
 _PADDING = 128
+#: By model, what was measured of its steps and of one way of drafting for it, for the next answers.
+_paces = weakref.WeakKeyDictionary[nn.Module, dict[Any, "Pace"]]()
 #: Models of :func:`_of_frequent_tokens` by the model that they were made of.
 _frequent = weakref.WeakKeyDictionary[nn.Module, Any]()
 
@@ -226,7 +228,7 @@ class Pace:
     A pass with n drafted tokens takes ``1 + n x`` plain steps (x is measured and includes drafting) and gives
     ``1 + a + ... + a^n`` tokens, where a is the share of recent drafts that were right. The n with the most tokens per
     time is taken, if that is at least ``GAIN`` times the rate of plain steps. Otherwise drafting pauses, for ``REST``
-    tokens at first and twice as long each time.
+    tokens at first and twice as long each time, at most ``LONGEST``.
 
     The net cost of drafts so far, plus that of the next ones if all were wrong, must stay below ``LOST`` steps plus
     ``LOSS`` of the time of plain steps. So an answer of 128 tokens or more takes at most 1.03 times as long (1.05 if a
@@ -238,7 +240,7 @@ class Pace:
         counts: numbers of tokens to choose from, ascending.
     """
 
-    GAIN, LOSS, LOST, REST = 1.03, 0.015, 1.5, 32
+    GAIN, LOSS, LOST, REST, LONGEST = 1.03, 0.015, 1.5, 32, 512
     #: A plain step is measured once in ``EVERY`` forwards. Nothing is drafted before ``LEAST_STEPS`` are measured.
     EVERY, LEAST_STEPS = 32, 3
     #: Assumed at first: 3 in 4 of ``_BELIEVED`` drafted tokens were right, and each costs 0.3 of a step.
@@ -282,7 +284,7 @@ class Pace:
         if self._gain(best) >= self.GAIN:
             return best
         if most >= self.counts[-1]:  # else the end of the answer limits it
-            self._rest_until, self._rest = self._tokens + self._rest, 2 * self._rest
+            self._rest_until, self._rest = self._tokens + self._rest, min(2 * self._rest, self.LONGEST)
             self._believe()  # for the next try
         return 0
 
@@ -422,6 +424,6 @@ def speculator(
     source: Source = PromptLookup()
     if assistant_model is not None:
         source = Assistant(assistant_model, decoder.model, max_tokens, decoder.compiled)
-    # passes of each length are recorded, which takes as long as some steps, or compiled
-    one = decoder.compiled or drafted <= _LOOKED_UP
-    return Speculator(source, Pace([drafted] if one else [-(-drafted // 2), drafted]))
+    # one number: passes of each length are recorded, which takes as long as some steps, or compiled
+    known, what = _paces.setdefault(decoder.model, {}), (Pace, id(assistant_model), drafted, decoder.compiled)
+    return Speculator(source, known.setdefault(what, Pace([drafted])))
