@@ -142,6 +142,8 @@ def methods(source: str, x: str, label: str, results: Results) -> Drawing:
 DRAWINGS: dict[str, Callable[[Results], Drawing]] = {"memory": memory, "active": active, "batches": batches}
 for _path in sorted(RESULTS.glob("methods-*.json")):
     for _what, _words in (("ffn_bytes", "bytes read for a token, % of the weights"), ("speed", "decoding, dense = 1")):
+        if f'"{_what}"' not in _path.read_text():  # losses alone
+            continue
         DRAWINGS[f"{_path.stem}-{_what.removeprefix('ffn_')}"] = partial(methods, _path.stem, _what, _words)
 
 
