@@ -1,15 +1,13 @@
 """Methods that choose once for a sequence: from its prompt, for the tokens that follow (``SparseMethod.scope``)."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from torch_pi2.base.progress import log_once
 from torch_pi2.errors import ConfigError
 from torch_pi2.layers.prompt import call_mode, prompt_ffn
-
-if TYPE_CHECKING:
-    from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.layers.rows import DenseForm
 
 
 class Choices:
@@ -21,7 +19,7 @@ class Choices:
     def __init__(self, memory: Any, layers: dict[str, int], rows: slice, reading: bool) -> None:
         self.memory, self.layers, self.rows, self.reading = memory, layers, rows, reading
 
-    def of(self, layer: "SparseFFN") -> tuple[torch.Tensor, torch.Tensor]:
+    def of(self, layer: DenseForm) -> tuple[torch.Tensor, torch.Tensor]:
         """Sums of scores, float32 ``[rows, I]``, and neurons that are left out, bool ``[rows, I]`` in plan order: none
         of a sequence that has read nothing.
         """
@@ -32,7 +30,7 @@ class Choices:
         return scores_BI, left_BI
 
 
-def by_prompt(layer: "SparseFFN", x: torch.Tensor) -> torch.Tensor:
+def by_prompt(layer: DenseForm, x: torch.Tensor) -> torch.Tensor:
     """``layer(x)`` with a method of scope ``prompt``, for ``x [B, T, H]`` of B sequences."""
     choices: Choices | None = call_mode.choices
     if choices is not None:
@@ -52,7 +50,7 @@ def by_prompt(layer: "SparseFFN", x: torch.Tensor) -> torch.Tensor:
     return torch.cat((y_BPH, _chosen(layer, rest_BRH, left_BI)), 1).view(x.shape)
 
 
-def _by_sequence(layer: "SparseFFN", x: torch.Tensor, count: int) -> torch.Tensor:
+def _by_sequence(layer: DenseForm, x: torch.Tensor, count: int) -> torch.Tensor:
     """``[B, T, H]``, also where the model's code joins sequences and tokens. Raises ConfigError: B is not known."""
     if x.dim() == 3:
         return x
@@ -63,7 +61,7 @@ def _by_sequence(layer: "SparseFFN", x: torch.Tensor, count: int) -> torch.Tenso
     return x.view(count, -1, x.shape[-1])
 
 
-def _read(layer: "SparseFFN", x_BTH: torch.Tensor, scores_BI: torch.Tensor, left_BI: torch.Tensor) -> torch.Tensor:
+def _read(layer: DenseForm, x_BTH: torch.Tensor, scores_BI: torch.Tensor, left_BI: torch.Tensor) -> torch.Tensor:
     products: list[torch.Tensor] = []
     y_BTH = prompt_ffn(layer, x_BTH.contiguous(), products)
     h_BTI = torch.cat(products, 1)[:, layer.inverse].view(*x_BTH.shape[:2], -1)
@@ -73,7 +71,7 @@ def _read(layer: "SparseFFN", x_BTH: torch.Tensor, scores_BI: torch.Tensor, left
     return y_BTH
 
 
-def _chosen(layer: "SparseFFN", x_BTH: torch.Tensor, left_BI: torch.Tensor) -> torch.Tensor:
+def _chosen(layer: DenseForm, x_BTH: torch.Tensor, left_BI: torch.Tensor) -> torch.Tensor:
     active_BTI = (~left_BI)[:, None].expand(*x_BTH.shape[:2], -1).contiguous()
     settings = layer.settings(0, layer.threshold)
     return torch.ops.pi2.sparse_ffn(x_BTH.contiguous(), *layer.tensors(), active_BTI, *settings)

@@ -74,19 +74,12 @@ class SparseFFN(DenseForm):
     #: Name of the first argument of the dense layer's forward.
     keyword = "x"
     error: float
-    dense_from: int | None = None
     split: HybridFFN | None = None
     #: Whether up rows are in blocks (:meth:`arranged`).
     up_in_blocks = False
     #: Of a part of a layer: first and last neuron in the whole layer.
     span: tuple[int, int] = (0, 0)
-    by_batch: tuple[tuple[int, int], ...] = ()
-    #: The operators' name of the predictor.
-    predictor_kind: str
     predictor_a: torch.Tensor | None
-    thresholds: torch.Tensor | None
-    #: The ``SparseMethod`` that is asked for a mask, or None.
-    custom: Any = None
     #: ``bias_H`` of a ``SparseMethod``, or None.
     bias_skipped: torch.Tensor | None
 
@@ -270,11 +263,6 @@ class SparseFFN(DenseForm):
     def predict(self, x: torch.Tensor) -> torch.Tensor:
         """Cold neurons predicted to fire, bool ``[..., cold]``."""
         return predicted(x, *self.asked(x), ops=torch.ops.pi2)
-
-    @property
-    def has_predictor(self) -> bool:
-        """Whether cold neurons are predicted; false for every method if all neurons are hot."""
-        return self.predictor_kind != NO_PREDICTOR
 
     @property
     def predictor_format(self) -> str:

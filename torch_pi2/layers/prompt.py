@@ -8,7 +8,7 @@ results differ only in the last bits (order of summation; bfloat16 inputs: produ
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,13 +16,10 @@ import torch.nn.functional as F
 from torch_pi2.base.dtypes import DTYPES, dtype_name
 from torch_pi2.formats import FLOAT, FORMATS
 from torch_pi2.layers.gpu import on_gpu
-from torch_pi2.layers.rows import row_of_each
+from torch_pi2.layers.rows import DenseForm, row_of_each
 from torch_pi2.ops import ACTIVATIONS, load
 from torch_pi2.ops.activations import cuts, exact_zeros, norm, on_up
 from torch_pi2.ops.gpu.operators import products_from, rows_at_once
-
-if TYPE_CHECKING:
-    from torch_pi2.layers.ffn import SparseFFN
 
 #: Number of tokens from which matrix products are used, unless ``SparseFFN.dense_from`` is set.
 PROMPT_TOKENS = 32
@@ -82,7 +79,7 @@ def single_steps() -> AbstractContextManager[None]:
     return called_with(single_steps=True, sparse_only=True)
 
 
-def takes_prompt_path(layer: "SparseFFN", x: torch.Tensor) -> bool:
+def takes_prompt_path(layer: DenseForm, x: torch.Tensor) -> bool:
     """Whether :func:`prompt_ffn` is the faster path for ``x [..., H]``."""
     if on_gpu(x):
         if torch.compiler.is_compiling():
@@ -100,12 +97,12 @@ def takes_prompt_path(layer: "SparseFFN", x: torch.Tensor) -> bool:
     return _wants_all(layer) if layer.has_predictor else not layer.int8_activations
 
 
-def _as_they_are(layer: "SparseFFN") -> bool:
+def _as_they_are(layer: DenseForm) -> bool:
     """Whether matrix products use the rows of ``layer`` unconverted."""
     return layer.weights == FLOAT and layer.dtype == _of_factors(layer.dtype)
 
 
-def dense_on_gpu_from(layer: "SparseFFN") -> int:
+def dense_on_gpu_from(layer: DenseForm) -> int:
     """Tokens from which a ``layer`` on a GPU computes all: each token's own neurons would be more to read."""
     site, share = layer.site, layer.expected_share
     hot = layer.by_batch[-1][1] if layer.by_batch else layer.n_hot
@@ -119,7 +116,7 @@ def dense_on_gpu_from(layer: "SparseFFN") -> int:
     return products_from(stored, site.hidden, factor_bytes, share)
 
 
-def skips_predictor(layer: "SparseFFN", x: torch.Tensor) -> bool:
+def skips_predictor(layer: DenseForm, x: torch.Tensor) -> bool:
     """Whether ``x [..., H]`` is a prompt of which the operator computes every gate and up (int8: by tiles).
 
     If few neurons are predicted, following the predictor is faster. Only AVX-512 VNNI has tiles so far.
@@ -131,7 +128,7 @@ def skips_predictor(layer: "SparseFFN", x: torch.Tensor) -> bool:
     return _wants_all(layer)
 
 
-def _wants_all(layer: "SparseFFN") -> bool:
+def _wants_all(layer: DenseForm) -> bool:
     """Whether a predicted layer computes every neuron of a prompt; it does if ``dense_from`` is set."""
     most = PREDICTED_SHARE_INT8 if layer.int8_activations and layer.has_tiles else PREDICTED_SHARE
     return layer.dense_from is not None or layer.expected_share > most
@@ -143,7 +140,7 @@ def has_tiles() -> bool:
     return str(torch.ops.pi2.kernel_tables()).endswith("vnni")
 
 
-def _stays(layer: "SparseFFN", x: torch.Tensor) -> bool:
+def _stays(layer: DenseForm, x: torch.Tensor) -> bool:
     """Whether ``x`` is no prompt: few tokens, :func:`sparse_only`, or a graph being captured for any number of tokens.
 
     Up to the largest bucket of a plan (``by_batch``), tokens are sequences: a step keeps its bits, compiled or not.
@@ -154,12 +151,12 @@ def _stays(layer: "SparseFFN", x: torch.Tensor) -> bool:
     return least == 0 or _tokens(layer, x) < least
 
 
-def _tokens(layer: "SparseFFN", x: torch.Tensor) -> int:
+def _tokens(layer: DenseForm, x: torch.Tensor) -> int:
     """Tokens of the call, or of the whole prompt that it is a chunk of."""
     return max(x.numel() // layer.site.hidden, call_mode.prompt_tokens)
 
 
-def prompt_from(layer: "SparseFFN") -> int:
+def prompt_from(layer: DenseForm) -> int:
     """Number of tokens from which a call is a prompt to ``layer``; 0: never."""
     least = PROMPT_TOKENS if layer.dense_from is None else layer.dense_from
     return max(least, layer.by_batch[-1][0] + 1) if least and layer.by_batch else least
@@ -170,7 +167,7 @@ def _of_factors(dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
-def prompt_ffn(layer: "SparseFFN", x: torch.Tensor, products: list[torch.Tensor] | None = None) -> torch.Tensor:
+def prompt_ffn(layer: DenseForm, x: torch.Tensor, products: list[torch.Tensor] | None = None) -> torch.Tensor:
     """``layer(x)`` for ``x [..., H]`` with every neuron computed; the result has ``x``'s dtype. ``products``: gets the
     input of down, float32 ``[T, slice of neurons]`` in plan order.
 
@@ -182,7 +179,7 @@ def prompt_ffn(layer: "SparseFFN", x: torch.Tensor, products: list[torch.Tensor]
         return _prompt_ffn(layer, x, products)
 
 
-def _prompt_ffn(layer: "SparseFFN", x: torch.Tensor, products: list[torch.Tensor] | None) -> torch.Tensor:
+def _prompt_ffn(layer: DenseForm, x: torch.Tensor, products: list[torch.Tensor] | None) -> torch.Tensor:
     site, kind = layer.site, layer.weights
     dtype = _of_factors(x.dtype)
     x_TH = x.reshape(-1, site.hidden).to(dtype)

@@ -12,6 +12,7 @@ from torch_pi2.base.memory import new_tensor
 from torch_pi2.base.progress import log_once
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import row_bytes
+from torch_pi2.ops.predictors import NO_PREDICTOR
 from torch_pi2.ops.quantized import RelativeError, quantize
 from torch_pi2.ops.rows import row_of_neurons
 from torch_pi2.types.method import LOSSY
@@ -142,6 +143,27 @@ class DenseForm(SparseModule):
     bias_up: torch.Tensor | None
     bias_down: torch.Tensor | None
     in_row_order: Callable[[], torch.Tensor]
+    # How it is computed, which prompts read (layers/prompt.py and layers/choices.py, below the layer).
+    int8_activations: bool
+    has_tiles: bool
+    n_hot: int
+    expected_share: float
+    threshold: float
+    thresholds: torch.Tensor | None
+    by_batch: tuple[tuple[int, int], ...] = ()
+    dense_from: int | None = None
+    #: The ``SparseMethod`` that is asked for a mask, or None.
+    custom: Any = None
+    #: The operators' name of the predictor.
+    predictor_kind: str
+    bias_out: Callable[[bool], torch.Tensor | None]
+    tensors: Callable[[], tuple[torch.Tensor | None, ...]]
+    settings: Callable[[int, float], tuple[Any, ...]]
+
+    @property
+    def has_predictor(self) -> bool:
+        """Whether cold neurons are predicted; false for every method if all neurons are hot."""
+        return self.predictor_kind != NO_PREDICTOR
 
     def projection(self, role: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weight and bias of ``gate``, ``up`` (``[I, H]``) or ``down`` (``[H, I]``) in original neuron order."""
