@@ -148,6 +148,18 @@ def test_scores_are_the_operators() -> None:
     assert float((got == want).float().mean()) > 0.98  # all but ties broken by the order of a sum
 
 
+def test_too_few_samples_and_bad_targets_are_refused() -> None:
+    site, w = layer()
+    with pytest.raises(CalibrationError, match=r"predictor training samples: expected at least 64 tokens, found 63"):
+        train_lowrank(samples(63, 1, w), rank=4)
+    p = train_lowrank(samples(100, 1, w), rank=4, steps=5)
+    for target in (0.0, 1.1):
+        with pytest.raises(ConfigError, match=r"target_recall: expected more than 0, at most 1, found"):
+            calibrate(p, samples(100, 2, w), site, target_recall=target)
+    with pytest.raises(CalibrationError, match=r"held-back samples: expected at least one token, found none"):
+        calibrate(p, samples(0, 2, w), site)
+
+
 # ---- sizing on a whole model
 
 

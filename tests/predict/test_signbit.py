@@ -78,6 +78,14 @@ def test_nothing_fires_nothing_is_predicted() -> None:
     assert predictor.card.predicted_active < 0.01
 
 
+def test_refusals() -> None:
+    gate, samples = made_up()
+    with pytest.raises(ConfigError, match="target_recall: expected more than 0"):
+        calibrate(SignBit.from_weights(gate), samples, _Site(), target_recall=0.0)
+    with pytest.raises(CalibrationError, match="held-back samples: expected at least one token"):
+        calibrate(SignBit.from_weights(gate), Samples(samples.x_NH[:0], samples.fired_bits[:0], 60), _Site())
+
+
 def test_file_roundtrip_and_damage(tmp_path: Path) -> None:
     gate, samples = made_up()
     predictor = calibrate(SignBit.from_weights(gate), samples, _Site())

@@ -179,6 +179,8 @@ def test_lookups_refuse_strangers() -> None:
     one = profile(Gated("relu"), calls(), [gated_site("relu")])
     with pytest.raises(ConfigError, match=r"layer in the activation statistics: expected one of , found 'x'"):
         one["x"]
+    with pytest.raises(ConfigError, match=r"batch size for the firing frequency of : expected 1 or more, found 0"):
+        one[""].frequency(0)
     low, three, high = (float(one[""].frequency(b).sum()) for b in (2, 3, 4))
     assert low < three < high
     assert torch.equal(one[""].frequency(8), 1 - (1 - one[""].frequency(4)) ** 2), "larger batches: as if independent"

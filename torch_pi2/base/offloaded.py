@@ -11,16 +11,13 @@ values from the sparse layer. :func:`torch_pi2.restore` undoes everything, bit f
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from torch_pi2.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch_pi2.layers.rows import SparseModule
 
 #: Properties and methods of a tensor that need no values.
 _PROPERTIES = {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad_fn", "grad"}
@@ -124,6 +121,22 @@ def restore_storage(parameter: nn.Parameter, value: torch.Tensor) -> None:
     parameter.__class__ = parameter._pi2_class  # type: ignore[assignment]
     del parameter._pi2_name, parameter._pi2_class
     parameter.data = value
+
+
+class WeightOwner(Protocol):
+    """The owner of offloaded values, by parameter names in the site: a sparse layer."""
+
+    def dense_value(self, name: str) -> torch.Tensor:
+        """A copy of the parameter ``name``."""
+
+    def load_value(self, name: str, value: torch.Tensor) -> None:
+        """Replace the weights of the parameter ``name``."""
+
+    def shape_of(self, name: str) -> torch.Tensor:
+        """A ``meta`` tensor with its shape and dtype."""
+
+    def check_float(self, what: str) -> None:
+        """Raises ConfigError, about ``what``: the values are quantised."""
 
 
 class _Guarded(dict[str, Any]):
@@ -261,7 +274,7 @@ _METHODS["_apply"] = apply_without_offloaded
 
 
 def offload(
-    module: nn.Module, names: Mapping[str, str], owner: "SparseModule", freed: Iterable[str], shared: bool = False
+    module: nn.Module, names: Mapping[str, str], owner: WeightOwner, freed: Iterable[str], shared: bool = False
 ) -> None:
     """Move values of ``names`` of ``module`` to ``owner``; free those ``freed``. ``shared``: it also runs elsewhere."""
     for name in freed:

@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 import torch.nn.functional as F
 
+from torch_pi2.errors import CalibrationError, ConfigError
 from torch_pi2.predict.lowrank import ALWAYS
 from torch_pi2.profiling.samples import Samples
 from torch_pi2.types.method import Predictor, PredictorCard
@@ -28,8 +29,12 @@ def train_matrices(
     Loss: binary cross-entropy with Deja Vu's element weights, 1 where a neuron fires and ``w = mean(fired) + 0.005``
     elsewhere, so that a miss costs more than a false alarm. AdamW, warm-up and cosine, deterministic for a seed and
     thread count; batches are drawn by epoch without replacement. ``neurons``: int64 indices to fit (the cold ones;
-    None: all); all others are always predicted active. There are ``MIN_SAMPLES`` tokens or more.
+    None: all); all others are always predicted active. Raises CalibrationError: fewer than ``MIN_SAMPLES`` tokens.
     """
+    if len(samples) < MIN_SAMPLES:
+        fix = "Collect more tokens; 20000 are a good start."
+        expected = f"at least {MIN_SAMPLES} tokens"
+        raise CalibrationError("predictor training samples", expected=expected, found=str(len(samples)), fix=fix)
     n, hidden = samples.x_NH.shape
     index = torch.arange(samples.intermediate) if neurons is None else neurons.long()
     bias_I = torch.full((samples.intermediate,), ALWAYS)
@@ -86,8 +91,12 @@ def calibrate(
     weights: FFNWeights | None = None,
 ) -> P:
     """A copy of ``predictor`` with the highest threshold that reaches ``target_recall`` on ``held_back``, and its card;
-    ``neurons``: the predicted (cold) ones, or None; with ``weights`` the card has ``mass_recall``.
+    ``neurons``: the predicted (cold) ones, or None; with ``weights`` the card has ``mass_recall``. Raises ConfigError:
+    target_recall outside (0, 1]. CalibrationError: no held-back tokens.
     """
+    if not 0 < target_recall <= 1:
+        fix = "0.95 is a good start."
+        raise ConfigError("target_recall", expected="more than 0, at most 1", found=str(target_recall), fix=fix)
     index = torch.arange(held_back.intermediate) if neurons is None else neurons.long()
     score_NC, fired_NC = _scores(predictor, held_back, index), held_back.fired()[:, index]
     hit = score_NC[fired_NC]
@@ -142,5 +151,8 @@ def _card(
 
 
 def _scores(predictor: Predictor, samples: Samples, neurons: torch.Tensor) -> torch.Tensor:
+    if not len(samples):
+        fix = "Collect more tokens."
+        raise CalibrationError("held-back samples", expected="at least one token", found="none", fix=fix)
     with torch.no_grad():
         return torch.cat([predictor.scores(x)[:, neurons] for x in samples.x_NH.split(1024)])

@@ -155,13 +155,15 @@ class LayerStats(LayerHead):
         """``[I]`` float64: how often a neuron fires for at least one of ``batch`` tokens of different sequences.
 
         Interpolated in log2(batch) between measured sizes; beyond the largest, groups of that many tokens count as
-        independent. Raises ConfigError: no tokens were measured.
+        independent. Raises ConfigError: no tokens were measured, or ``batch`` is below 1.
         """
         sizes = [s for s, n in zip(self.batch_sizes, self.batch_groups.tolist()) if n > 0]
         if not sizes:
             argument(batch, f"firing frequency of {self.key}", "Profile more text.").wrong(
                 "statistics of some tokens", "none" if self.experts is None else "none: its router gave it no token"
             )
+        if batch < 1:
+            argument(batch, f"batch size for the firing frequency of {self.key}").wrong("1 or more")
         if batch > sizes[-1]:
             return 1 - (1 - self.frequency(sizes[-1])).pow(batch / sizes[-1])
         upper = next(s for s in sizes if s >= batch)
