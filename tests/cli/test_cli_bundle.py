@@ -195,7 +195,7 @@ def test_doctor_says_what_a_target_needs(command: Any, monkeypatch: pytest.Monke
     bad = command("doctor", "--target", "qnn:SM1", "--json", code=1).json
     assert not bad["ok"]
     assert any("SM8650" in p["expected"] and p["found"] == "'SM1'" for p in bad["target"]["problems"])
-    assert "expected 'xnnpack', or 'qnn:SM8650'" in command("doctor", "--target", "qnn", code=2).err
+    assert "expected xnnpack, or qnn:" in command("doctor", "--target", "qnn", code=2).err
 
     def missing() -> None:
         raise LibraryMissingError("executorch", expected="it", found="nothing", fix="Get it.")

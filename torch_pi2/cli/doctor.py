@@ -97,20 +97,29 @@ def _hardware(args: argparse.Namespace) -> dict[str, Any]:
 def _target(target: str, compile: bool) -> dict[str, Any]:
     """Why ``target`` cannot be exported for: ``problems``, each with what, expected, found and fix."""
     from torch_pi2.export.executorch import load_library
-    from torch_pi2.export.settings import ExportSettings
 
-    soc, problems = ExportSettings(target).soc, list[Pi2Error]()
+    kind, _, soc = target.partition(":")
+    check_target(target)
+    problems = []
     try:
         load_library()
     except Pi2Error as error:
         problems.append(error)
-    if soc is not None:
+    if kind == "qnn":
         from torch_pi2.export.qnn import problems as problems_of
 
         known = {problem.what for problem in problems}
         problems += [p for p in problems_of(soc, compile=compile) if p.what not in known]
     parts = ("what", "expected", "found", "fix")
     return {"name": target, "problems": [{name: getattr(p, name) for name in parts} for p in problems]}
+
+
+def check_target(target: str) -> None:
+    """Raise ConfigError unless ``target`` is one."""
+    kind, _, soc = target.partition(":")
+    if (kind, bool(soc)) not in (("xnnpack", False), ("qnn", True)):
+        expected = "xnnpack, or qnn: and an SoC such as qnn:SM8650"
+        raise ConfigError("--target", expected=expected, found=repr(target), fix="Correct it.")
 
 
 def _version(distribution: str) -> str | None:

@@ -60,14 +60,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     import torch_pi2
+    from torch_pi2.cli.doctor import check_target
     from torch_pi2.export.api import export
     from torch_pi2.export.manifest import Manifest
     from torch_pi2.export.qnn import problems as problems_of
-    from torch_pi2.export.settings import ExportSettings
 
     common.check_out(args.out)
-    soc = ExportSettings(args.target).soc
-    if soc is not None and (problems := problems_of(soc)):
+    check_target(args.target)
+    kind, _, soc = args.target.partition(":")
+    if kind == "qnn" and (problems := problems_of(soc)):
         raise problems[0]
     folder, tokenizer = Path(args.model), None
     if (folder / "pi2").is_dir():

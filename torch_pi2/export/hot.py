@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from torch_pi2.base.fields import argument
 from torch_pi2.export.manifest import CHUNK
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.offloaded import OffloadedFFN
@@ -113,7 +114,7 @@ def chunks_per_batch(
 
     In this order: ``given`` (batch size -> chunks of every layer); ``hardware``, the layers' plan, if it uses an
     accelerator; neurons that fire for any token of the batch in at least ``hot_frequency`` of the steps in ``stats``;
-    the plan's hot neurons.
+    the plan's hot neurons. Raises ConfigError: ``given`` lacks a batch size, or has a number below 1.
     """
     planned = hardware if hardware is not None and any(any(b.accelerator) for b in hardware.buckets) else None
 
@@ -126,5 +127,10 @@ def chunks_per_batch(
             return -(-ffn.n_hot // CHUNK)
         return round(int((stats[ffn.site.key].frequency(batch) >= hot_frequency).sum()) / CHUNK)
 
+    wrong = [] if given is None else [batch for batch in batches if given.get(batch, 0) < 1]
+    if given is not None and wrong:
+        fix = "Correct it. (By default an NPU gets what the statistics say, and xnnpack nothing.)"
+        expected = f"1 or more chunks for each batch size of {list(batches)}"
+        argument(given, "export(hot=...)", fix).wrong(expected, f"{given.get(wrong[0])} for {wrong[0]}")
     most = [-(-ffn.site.intermediate // CHUNK) for ffn in layers]
     return {batch: [max(1, min(wanted(batch, i, ffn), most[i])) for i, ffn in enumerate(layers)] for batch in batches}

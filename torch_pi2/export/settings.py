@@ -74,17 +74,16 @@ class ExportSettings:
 
 
 def _check(settings: ExportSettings) -> None:
-    on_accelerator, hot, batches = settings.hot_attention == "prompts", settings.hot, settings.batches
-    chunks = f"1 or more chunks for each batch size of {list(batches)}"
+    on_accelerator = settings.hot_attention == "prompts"
     target_known = settings.target == "xnnpack" or (settings.target.startswith("qnn:") and settings.soc is not None)
     for name, good, expected in (
         ("target", target_known, "'xnnpack', or 'qnn:SM8650' and the like"),
-        ("batches", bool(batches), "batch sizes of 1 or more"),
+        ("batches", bool(settings.batches), "batch sizes of 1 or more"),
         *((name, settings.soc is not None, "the default, as target is no NPU") for name in settings.changed(_OF_NPU)),
         ("hot_prompts", not settings.hot_prompts or settings.splits, "it only with hot or an NPU"),
         ("hot_attention", not on_accelerator or settings.splits, "it only with hot or an NPU"),
         ("hot_attention", not on_accelerator or settings.kv != "int8", "it only with kv in float32 or float16"),
-        ("hot", hot is None or ({*hot} == {*batches} and min(hot.values()) >= 1), chunks),
+        ("hot", not {*(settings.hot or {})} - {*settings.batches}, "chunks for the batch sizes in batches"),
     ):
         if not good:
             found = repr(getattr(settings, name))
