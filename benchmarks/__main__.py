@@ -1,7 +1,8 @@
 """Benchmarks: ``python -m benchmarks NAME``, from the top folder of a checkout.
 
 Of one layer: `layer`, `inputs`, `gpu`. Of whole models: `decode`, `imported`, `real`, `bundle`, `offload`, `together`,
-`generate`, `speculate`, `gpu-model`. Of servers: `serve`, `prefix`. Of quality: `humaneval`; and speed: `methods`.
+`generate`, `speculate`, `drafts`, `gpu-model`. Of servers: `serve`, `prefix`. Of quality: `humaneval`; and speed:
+`methods`.
 """
 
 from __future__ import annotations

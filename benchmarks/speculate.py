@@ -297,7 +297,7 @@ class _Bench:
             decoder.compile_passes(guesses + 1)
         sequence = GeneratedSequence(0, 0, self._tokens, ())
         choose = _choice(sequence, text[self._prompt :] if given else None)
-        pace = _Timed([guesses] if decoder.compiled else range(1, guesses + 1), self._always)
+        pace = _Timed([guesses], self._always)
         drafts, store = None, store_of(decoder.model)
         if store is not None:
             store.stats(reset=True)

@@ -187,8 +187,9 @@ def _speculated(
     logits_V, prompt = decoder.prompt(ids_1T)[0].cpu(), ids_1T[0].tolist()
     drafts.source.begin(prompt)
     prompt_ms, step_ms = (time.perf_counter() - started) * 1e3, list[float]()
-    if drafts.most < sequence.left - 1:  # else the answer is too short for a pass
-        decoder.compile_passes(drafts.most + 1)
+    most = drafts.pace.counts[-1]
+    if most < sequence.left - 1:  # else the answer is too short for a pass
+        decoder.compile_passes(most + 1)
     take(logits_V)
     while sequence.ended is None:
         step_ms.append(drafts.forward(decoder, prompt, sequence, take))

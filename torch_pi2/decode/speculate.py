@@ -332,11 +332,6 @@ class Speculator:
         self._drafted = self._accepted = self._passes = 0
 
     @property
-    def most(self) -> int:
-        """Maximum tokens drafted at a time."""
-        return self.pace.counts[-1]
-
-    @property
     def drafts(self) -> Drafts:
         """Since the beginning."""
         return Drafts(self._drafted, self._accepted, self._passes, self.pace.off)

@@ -134,6 +134,7 @@ class ChatSession:
         if self._drafts is not None:
             self._drafts.source.begin(ids)
         stats.prompt_seconds = time.perf_counter() - started
+        self._fed = list(ids)
 
         def take(logits_V: torch.Tensor) -> None:
             growing.append(pick(logits_V, self._sampling, growing.random))
@@ -146,7 +147,7 @@ class ChatSession:
                 if before:
                     logits_1V = self._decoder.step(torch.tensor([[growing.tokens[-1]]])).cpu()
                 take(logits_1V[0])
-            self._fed = [*ids, *growing.tokens[:-1]]
+            self._fed += growing.tokens[max(0, before - 1) : -1]
             stats.tokens, stats.seconds = len(growing.tokens), stats.seconds + time.perf_counter() - started
             for token in growing.tokens[before:]:
                 yield text.add(token)
